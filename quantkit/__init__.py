@@ -1,0 +1,38 @@
+"""quantkit: quantize and convert checkpoints offline, and prove that the result is still the model.
+
+    quantkit.convert("glm-5.2", "glm-5.2-int4")
+    quantkit.verify("glm-5.2-int4", against="glm-5.2")
+
+Names are loaded on first use, so that importing the package is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantkit.conversion import Options, convert, preview
+    from quantkit.errors import QuantkitError
+    from quantkit.inspection import inspect
+    from quantkit.recipe import Recipe, load_recipe
+    from quantkit.report import Manifest
+    from quantkit.verification import verify
+
+__all__ = ["Manifest", "Options", "QuantkitError", "Recipe", "convert", "inspect", "load_recipe", "preview", "verify"]
+
+_HOMES = {
+    "Manifest": "report",
+    "Options": "conversion",
+    "QuantkitError": "errors",
+    "Recipe": "recipe",
+    "convert": "conversion",
+    "inspect": "inspection",
+    "load_recipe": "recipe",
+    "preview": "conversion",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
+    return getattr(import_module(f"quantkit.{_HOMES[name]}"), name)

@@ -1,0 +1,160 @@
+"""`quantization_config`: what a converted checkpoint says about itself, and how that gets into config.json.
+
+config.json is never parsed and dumped again: the value of one key is replaced in the source's text, and every other byte
+stays. (A round trip through transformers would drop IndexShare keys that vLLM reads.)
+"""
+
+import json
+from typing import Any
+
+from quantkit.errors import SourceError
+
+KEY = "quantization_config"
+
+# The names cover the fused modules of vLLM (gate_up_proj, fused_qkv_a_proj) and of SGLang (fused_qkv_a_proj_with_mqa).
+# No pattern holds a layer number, because SGLang runs the MTP layer under the prefix `model.decoder.`.
+_IGNORE_BF16_REST = (
+    "lm_head",
+    r"re:.*embed_tokens$",
+    r"re:.*mlp\.gate$",
+    r"re:.*eh_proj$",
+    r"re:.*self_attn.*",
+    r"re:.*shared_experts.*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+)
+_IGNORE_FP8_REST = (
+    "lm_head",
+    r"re:.*kv_b_proj$",
+    r"re:.*mlp\.gate$",
+    r"re:.*eh_proj$",
+    r"re:.*embed_tokens$",
+    r"re:.*weights_proj$",
+)
+# transformers takes the experts' scheme from the first regex that contains "experts": without this one it would find
+# the shared experts' and fail.
+_ROUTED_EXPERTS = r"re:.*mlp\.experts\..*"
+_FP8_TARGETS = (
+    r"re:.*self_attn\.(q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|fused_qkv_a_proj_with_mqa|q_b_proj|o_proj"
+    r"|indexer\.wq_b|indexer\.wk)$",
+    r"re:.*shared_experts\..*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj$",
+)
+
+
+def int4_config(group_size: int, fp8_block: tuple[int, int] | None) -> dict[str, Any]:
+    """The compressed-tensors block for INT4 routed experts with a BF16 rest, or an FP8 rest in blocks of `fp8_block`.
+
+    The top-level format is `pack-quantized` in both: SGLang's INT4 MoE refuses `mixed-precision`.
+    """
+    groups = {"group_0": _group(["Linear", *([_ROUTED_EXPERTS] if fp8_block else [])], _int4_weights(group_size))}
+    if fp8_block:
+        groups["group_1"] = _group(list(_FP8_TARGETS), _fp8_weights(fp8_block), _fp8_activations(), "float-quantized")
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "config_groups": groups,
+        "ignore": list(_IGNORE_FP8_REST if fp8_block else _IGNORE_BF16_REST),
+    }
+
+
+def splice(config_text: str, quantization_config: dict[str, Any] | None) -> str:
+    """`config_text` with its `quantization_config` replaced, added before the closing brace, or taken out (None)."""
+    members = _members(config_text)
+    found = next((member for member in members if member.key == KEY), None)
+    if quantization_config is None:
+        return _without(config_text, members, found) if found else config_text
+    value = json.dumps(quantization_config, indent=2).replace("\n", "\n  ")
+    if found:
+        return config_text[: found.value_begin] + value + config_text[found.value_end :]
+    end = members[-1].value_end if members else config_text.index("{") + 1
+    comma = "," if members else ""
+    return f'{config_text[:end]}{comma}\n  "{KEY}": {value}{config_text[end:] if members else chr(10) + "}"}'
+
+
+class _Member:
+    """Where a key and its value lie in the text of the top-level object."""
+
+    def __init__(self, key: str, key_begin: int, value_begin: int, value_end: int) -> None:
+        self.key = key
+        self.key_begin = key_begin
+        self.value_begin = value_begin
+        self.value_end = value_end
+
+
+def _members(text: str) -> list[_Member]:
+    decoder = json.JSONDecoder()
+    try:
+        position = _skip(text, text.index("{") + 1)
+        members: list[_Member] = []
+        while text[position] != "}":
+            key, end = decoder.raw_decode(text, position)
+            value_begin = _skip(text, text.index(":", end) + 1)
+            _, value_end = decoder.raw_decode(text, value_begin)
+            members.append(_Member(key, position, value_begin, value_end))
+            position = _skip(text, value_end)
+            if text[position] == ",":
+                position = _skip(text, position + 1)
+        return members
+    except (ValueError, IndexError) as error:
+        raise SourceError(f"config.json is not a JSON object: {error}") from error
+
+
+def _skip(text: str, position: int) -> int:
+    while text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _without(text: str, members: list[_Member], gone: _Member) -> str:
+    number = members.index(gone)
+    if number + 1 < len(members):
+        return text[: gone.key_begin] + text[members[number + 1].key_begin :]
+    begin = members[number - 1].value_end if number else text.index("{") + 1
+    return text[:begin] + text[gone.value_end :]
+
+
+def _group(
+    targets: list[str],
+    weights: dict[str, Any],
+    input_activations: dict[str, Any] | None = None,
+    group_format: str = "pack-quantized",
+) -> dict[str, Any]:
+    return {
+        "targets": targets,
+        "input_activations": input_activations,
+        "output_activations": None,
+        "format": group_format,
+        "weights": weights,
+    }
+
+
+def _int4_weights(group_size: int) -> dict[str, Any]:
+    return {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group_size,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+
+
+def _fp8_weights(block: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "block",
+        "block_structure": list(block),
+        "dynamic": False,
+    }
+
+
+def _fp8_activations() -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True}

@@ -1,0 +1,174 @@
+"""A checkpoint opened for reading: its config, and where every tensor lies. Only headers are read until data are asked for.
+
+Reads are `preadv` into buffers of the caller, because a memory map counts as resident memory.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.header import StoredTensor, parse_header, parse_length
+from quantkit.errors import SourceError
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_READ_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's config and headers.
+
+    name      what the user called it
+    folder    where its files are, or None when the headers were made from a config alone
+    tensors   by name; where the index and a second shard disagree, the index decides
+    revision  the commit of a Hub repository
+    warnings  what is odd in it, but harmless
+    """
+
+    name: str
+    folder: Path | None
+    config_text: str
+    tensors: Mapping[str, StoredTensor]
+    revision: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The parsed config.json."""
+        try:
+            config = json.loads(self.config_text)
+        except ValueError as error:
+            raise SourceError(f"{self.name}: {CONFIG_FILE} does not parse: {error}") from error
+        if not isinstance(config, dict):
+            raise SourceError(f"{self.name}: {CONFIG_FILE} is not a JSON object")
+        return config
+
+    @property
+    def model_type(self) -> str:
+        """The config's `model_type`."""
+        return str(self.config.get("model_type"))
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The number of main layers; layers from here on are MTP layers."""
+        try:
+            return int(self.config["num_hidden_layers"])
+        except (KeyError, TypeError, ValueError):
+            raise SourceError(f"{self.name}: {CONFIG_FILE} has no valid num_hidden_layers") from None
+
+    @cached_property
+    def shards(self) -> tuple[str, ...]:
+        """The names of the files that hold tensors, in order."""
+        return tuple(sorted({tensor.shard for tensor in self.tensors.values()}))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The size of all tensors in bytes, as an index's `total_size` counts it."""
+        return sum(tensor.spec.nbytes for tensor in self.tensors.values())
+
+    @contextmanager
+    def open_shards(self, shards: Iterable[str]) -> Iterator[dict[str, int]]:
+        """File descriptors for reading the named shards, closed on leaving."""
+        if self.folder is None:
+            raise SourceError(f"{self.name}: only the config is known; there are no weights to read")
+        files: dict[str, int] = {}
+        try:
+            for shard in shards:
+                files[shard] = os.open(self.folder / shard, os.O_RDONLY)
+            yield files
+        finally:
+            for file in files.values():
+                os.close(file)
+
+
+def open_source(folder: Path, name: str | None = None, revision: str | None = None) -> Source:
+    """Open the checkpoint in `folder` and check that its files are whole.
+
+    Raises SourceError, naming the file or the tensor, for a missing config, index or shard, a shard whose size is not
+    what its header says, and a tensor that the index names and no shard holds.
+    """
+    name = name or str(folder)
+    if not folder.is_dir():
+        raise SourceError(f"{name}: no such folder", hint="Give a folder, a model alias or a Hub repository id.")
+    config_text = _read_text(folder, CONFIG_FILE)
+    weight_map = _read_weight_map(folder)
+    tensors: dict[str, StoredTensor] = {}
+    warnings = []
+    for shard in sorted(set(weight_map.values())):
+        for tensor in read_header(folder / shard):
+            if weight_map.get(tensor.spec.name, shard) != shard:
+                home = weight_map[tensor.spec.name]
+                warnings.append(f"{tensor.spec.name} is also in {shard}; the index's copy in {home} is used")
+            else:
+                if tensor.spec.name not in weight_map:
+                    warnings.append(f"{tensor.spec.name} in {shard} is not in the index; it is used all the same")
+                if tensor.spec.name in tensors:
+                    raise SourceError(f"{name}: {tensor.spec.name} is in two shards and the index names neither")
+                tensors[tensor.spec.name] = tensor
+    missing = sorted(weight_map.keys() - tensors.keys())
+    if missing:
+        raise SourceError(
+            f"{name}: the index says that {missing[0]} is in {weight_map[missing[0]]}, but it is not"
+            + (f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else ""),
+            hint="Download that shard again.",
+        )
+    source = Source(name, folder, config_text, tensors, revision, tuple(warnings))
+    source.config  # noqa: B018 - a config that does not parse is refused here, not later
+    return source
+
+
+def read_header(path: Path) -> tuple[StoredTensor, ...]:
+    """The tensors of one safetensors file, checked against its size."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = parse_length(file.read(8), size, path.name)
+            return parse_header(file.read(length), size, path.name)
+    except FileNotFoundError:
+        raise SourceError(f"{path.parent}: shard {path.name} is missing", hint="Download it again.") from None
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_into(file: int, offset: int, buffer: memoryview) -> None:
+    """Fill `buffer` from the descriptor `file`, starting at the byte `offset`."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(file, [buffer[done : done + _READ_BYTES]], offset + done)
+        if count == 0:
+            raise SourceError(f"a shard ended {len(buffer) - done:,} bytes early; it was changed while it was read")
+        done += count
+
+
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    if not (folder / INDEX_FILE).exists():
+        if not (folder / SINGLE_FILE).exists():
+            raise SourceError(
+                f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} is there",
+                hint="Give the folder of a safetensors checkpoint.",
+            )
+        return {tensor.spec.name: SINGLE_FILE for tensor in read_header(folder / SINGLE_FILE)}
+    try:
+        weight_map = json.loads(_read_text(folder, INDEX_FILE))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{folder / INDEX_FILE}: no valid weight_map: {error}") from error
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise SourceError(f"{folder / INDEX_FILE}: {name} is said to be in {shard!r}, which is not a file name")
+    return dict(weight_map)
+
+
+def _read_text(folder: Path, file: str) -> str:
+    try:
+        return (folder / file).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SourceError(f"{folder}: {file} is missing", hint="Download the checkpoint again.") from None
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{folder / file}: not UTF-8 text: {error}") from error

@@ -1,0 +1,55 @@
+"""Every error that a user can cause, each with the exit code of the command line and, where there is one, the remedy.
+
+    QuantkitError             1
+    ├── UsageError            2   options that do not go together, or a name that means nothing
+    ├── SourceError           1   the checkpoint to read is damaged, incomplete or not understood
+    ├── RecipeError           1   the recipe does not parse or does not fit the model
+    ├── PlanError             1   the conversion would give something that an engine cannot load
+    ├── OutputError           1   the place to write to is not usable
+    ├── RemoteError           1   the Hub did not give what was asked for
+    └── CheckFailed           3   a check ran and found something wrong
+
+Anything else that escapes is a bug of ours.
+"""
+
+
+class QuantkitError(Exception):
+    """A fault that the user can mend; `hint` says how, in one sentence."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(QuantkitError):
+    """The command or call contradicts itself or names something that does not exist."""
+
+    exit_code = 2
+
+
+class SourceError(QuantkitError):
+    """The checkpoint to read is damaged, incomplete or of a kind that is not understood."""
+
+
+class RecipeError(QuantkitError):
+    """The recipe does not parse, or it does not fit the model."""
+
+
+class PlanError(QuantkitError):
+    """The conversion was refused before it began: no engine could load its result."""
+
+
+class OutputError(QuantkitError):
+    """The output folder cannot be used, or the disk is full."""
+
+
+class RemoteError(QuantkitError):
+    """The Hub did not deliver the repository or the file."""
+
+
+class CheckFailed(QuantkitError):
+    """A check ran to its end and found something wrong."""
+
+    exit_code = 3

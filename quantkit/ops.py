@@ -1,0 +1,77 @@
+"""The one place that chooses between a compiled kernel and the torch reference: by argument, at the call, never at import.
+
+Arrays are numpy's, because the way of a conversion does not import torch: FP8 as uint8 bytes, BF16 as uint16 bits.
+"""
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Backend = Literal["compiled", "reference"]
+Bytes = npt.NDArray[np.uint8]
+Bf16Bits = npt.NDArray[np.uint16]
+Words = npt.NDArray[np.uint32]
+Scales = npt.NDArray[np.float32]
+
+
+def bad_scale(scale: Scales) -> int | None:
+    """The flat position of the first FP8 block scale that is NaN, not positive, subnormal, or so large that 448 * scale
+    overflows float32; None when all are sound."""
+    from quantkit.kernels.e4m3 import LARGEST_SCALE, SMALLEST_SCALE
+
+    sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
+    return None if sound.all() else int(np.argmin(sound))
+
+
+def first_nan(weight: Bytes) -> int | None:
+    """The flat position of the first E4M3 NaN (0x7F or 0xFF), or None."""
+    nan = (weight & 0x7F) == 0x7F
+    return int(np.argmax(nan)) if nan.any() else None
+
+
+def fp8_block_to_int4(
+    weight: Bytes,
+    scale: Scales,
+    block: tuple[int, int],
+    group_size: int,
+    packed: Words,
+    out_scale: Bf16Bits,
+    backend: Backend = "compiled",
+) -> int | None:
+    """Quantize FP8 `weight` [N, K] with `scale` [ceil(N/rows), ceil(K/columns)] into `packed` [N, K/8] (words of eight
+    nibbles) and `out_scale` [N, K/group_size].
+
+    `group_size` divides K and the block's columns. Returns None, or the flat position of the first NaN.
+    """
+    if backend == "compiled":
+        from quantkit.kernels.fp8_block_to_int4 import fp8_block_to_int4 as kernel
+
+        return first_nan(weight) if kernel(weight, scale, block, group_size, packed, out_scale) >= 0 else None
+    import torch
+
+    from quantkit.formats import fp8_block, int4
+
+    fp8 = torch.from_numpy(weight).view(torch.float8_e4m3fn)
+    exact = fp8_block.dequantize(fp8, torch.from_numpy(scale), block, torch.float64)
+    codes, stored = int4.quantize(exact, group_size)
+    packed[:] = int4.pack(codes).numpy().view(np.uint32)
+    out_scale[:] = stored.view(torch.uint16).numpy()
+    return first_nan(weight)
+
+
+def fp8_block_to_bf16(
+    weight: Bytes, scale: Scales, block: tuple[int, int], out: Bf16Bits, backend: Backend = "compiled"
+) -> int | None:
+    """Decode FP8 `weight` [N, K] into `out` [N, K]; returns None, or the flat position of the first NaN."""
+    if backend == "compiled":
+        from quantkit.kernels.fp8_block_to_bf16 import fp8_block_to_bf16 as kernel
+
+        return first_nan(weight) if kernel(weight, scale, block, out) >= 0 else None
+    import torch
+
+    from quantkit.formats import fp8_block
+
+    fp8 = torch.from_numpy(weight).view(torch.float8_e4m3fn)
+    out[:] = fp8_block.dequantize(fp8, torch.from_numpy(scale), block).view(torch.uint16).numpy()
+    return first_nan(weight)
