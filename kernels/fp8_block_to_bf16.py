@@ -1,4 +1,4 @@
-"""FP8 block weights to BF16: value = byte's number * block scale, rounded to float32 and then to BF16, as engines do."""
+"""FP8 block weights to BF16: byte value times block scale, rounded to float32 and then to BF16, as engines do."""
 
 import numba
 import numpy as np
@@ -15,7 +15,7 @@ def fp8_block_to_bf16(
     block: tuple[int, int],
     out: npt.NDArray[np.uint16],
 ) -> int:
-    """Decode FP8 `weight` [N, K] (bytes) with `scale` float32 [ceil(N/rows), ceil(K/columns)] into `out` [N, K], BF16 bits.
+    """Decode FP8 bytes `weight` [N, K] with `scale` float32 [ceil(N/rows), ceil(K/columns)] into BF16 `out` [N, K].
 
     Scales lie in 2^-126..2^119. Returns -1, or the flat position of the first NaN; `out` is then incomplete.
     """

@@ -5,9 +5,9 @@ numbers and d the divisor, the ideal scale is T[m] * b / d and the code of a byt
 
     T[k] * b / stored scale,    about    T[k] * d / T[m] :    b cancels.
 
-The stored scale is the ideal one rounded to BF16, which moves the quotient by a factor of at most 1 +- 2^-8. No quotient
-of a safe divisor comes that close to a half step, except those exactly on one, and these go up, to even or down as the
-stored scale is below, at or above the ideal. So three tables [m, k] hold the exact nearest codes under the stored scale.
+The stored scale is the ideal one rounded to BF16, which moves the quotient by a factor of at most 1 +- 2^-8. No
+quotient of a safe divisor comes that close to a half step, except those exactly on one, and these go up, to even or
+down as the stored scale is below, at or above the ideal. So three tables [m, k] hold the exact nearest codes.
 
 The result is the one of `quantkit.formats.int4.quantize` on float64 weights, byte for byte.
 """
@@ -68,7 +68,9 @@ def fp8_block_to_int4(
     `group_size` divides K and the block's columns. Scales lie in 2^-126..2^119. Returns -1, or the flat position of the
     first group with a NaN in it; the arrays are then incomplete.
     """
-    return int(_quantize(weight, scale, block[0], block[1], group_size, divisor, code_tables(divisor), packed, out_scale))
+    return int(
+        _quantize(weight, scale, block[0], block[1], group_size, divisor, code_tables(divisor), packed, out_scale)
+    )
 
 
 @numba.njit(nogil=True, cache=True)

@@ -108,6 +108,10 @@ class TensorName:
         role = next((role for pattern, role in _ROLES if pattern.fullmatch(local)), Role.OTHER)
         return Role.ROUTER_BIAS if role is Role.ROUTER and self.leaf.endswith("bias") else role
 
+    def is_mtp(self, num_hidden_layers: int) -> bool:
+        """Whether the module belongs to a multi-token-prediction layer, which come after the main layers."""
+        return self.layer is not None and self.layer >= num_hidden_layers
+
     @property
     def fused_module(self) -> str | None:
         """The module that the engines load this one into together with its partners, or None.

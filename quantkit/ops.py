@@ -1,12 +1,15 @@
-"""The one place that chooses between a compiled kernel and the torch reference: by argument, at the call, never at import.
+"""The one place that chooses between a compiled kernel and the torch reference: by argument, never at import.
 
 Arrays are numpy's, because the way of a conversion does not import torch: FP8 as uint8 bytes, BF16 as uint16 bits.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from quantkit.kernels.int4_error import Int4Error
 
 Backend = Literal["compiled", "reference"]
 Bytes = npt.NDArray[np.uint8]
@@ -22,6 +25,13 @@ def bad_scale(scale: Scales) -> int | None:
 
     sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
     return None if sound.all() else int(np.argmin(sound))
+
+
+def e4m3_values() -> npt.NDArray[np.float64]:
+    """The number that each of the 256 E4M3 bytes stands for."""
+    from quantkit.kernels.e4m3 import VALUES
+
+    return VALUES
 
 
 def first_nan(weight: Bytes) -> int | None:
@@ -75,3 +85,10 @@ def fp8_block_to_bf16(
     fp8 = torch.from_numpy(weight).view(torch.float8_e4m3fn)
     out[:] = fp8_block.dequantize(fp8, torch.from_numpy(scale), block).view(torch.uint16).numpy()
     return first_nan(weight)
+
+
+def int4_error(weight: Bytes, scale: Scales, block: tuple[int, int], packed: Words, out_scale: Bf16Bits) -> "Int4Error":
+    """What INT4 `packed` [N, K/8] with `out_scale` [N, K/g] lost against FP8 `weight` [N, K]; compiled only."""
+    from quantkit.kernels.int4_error import int4_error as kernel
+
+    return kernel(weight, scale, block, packed, out_scale)

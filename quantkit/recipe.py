@@ -32,6 +32,13 @@ class ScaleMethod(StrEnum):
     MINMAX = "minmax"  # the largest magnitude / 7.5
 
 
+class Rest(StrEnum):
+    """What the weights that stay unquantized are stored as."""
+
+    FP8 = "fp8"  # as published
+    BF16 = "bf16"
+
+
 @dataclass(frozen=True)
 class Treatment:
     """A scheme and its parameters; `group_size` and `scale` belong to INT4 and are None otherwise."""
@@ -74,16 +81,22 @@ class Recipe:
         """The treatment of the weights of `role`."""
         return next(rule.treatment for rule in self.rules if rule.roles is None or role in rule.roles)
 
-    def with_group_size(self, group_size: int) -> "Recipe":
-        """The same recipe with another INT4 group size."""
-        return self._with_int4(group_size=group_size)
+    def with_int4(self, **changes: Any) -> "Recipe":
+        """The same recipe with other INT4 parameters: `group_size`, `scale`."""
+        if not any(rule.treatment.scheme is Scheme.INT4 for rule in self.rules):
+            option = next(iter(changes)).replace("_", "-")
+            raise UsageError(f"--{option} needs a recipe with INT4 in it; {self.name} has none")
+        rules = (
+            replace(rule, treatment=replace(rule.treatment, **changes))
+            if rule.treatment.scheme is Scheme.INT4
+            else rule
+            for rule in self.rules
+        )
+        return replace(self, rules=tuple(rules))
 
-    def with_scale(self, scale: ScaleMethod) -> "Recipe":
-        """The same recipe with another way of choosing INT4 scales."""
-        return self._with_int4(scale=scale)
-
-    def with_rest(self, scheme: Scheme) -> "Recipe":
-        """The same recipe with another scheme for all that no other rule names: keep or bf16."""
+    def with_rest(self, rest: Rest) -> "Recipe":
+        """The same recipe with another treatment of all that no other rule names."""
+        scheme = Scheme.BF16 if rest is Rest.BF16 else Scheme.KEEP
         return replace(self, rules=(*self.rules[:-1], Rule(None, Treatment(scheme))))
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,18 +109,6 @@ class Recipe:
             for rule in self.rules
         ]
         return {"name": self.name, "description": self.description, "rules": rules}
-
-    def _with_int4(self, **changes: Any) -> "Recipe":
-        if not any(rule.treatment.scheme is Scheme.INT4 for rule in self.rules):
-            option = next(iter(changes)).replace("_", "-")
-            raise UsageError(f"--{option} needs a recipe with INT4 in it; {self.name} has none")
-        rules = (
-            replace(rule, treatment=replace(rule.treatment, **changes))
-            if rule.treatment.scheme is Scheme.INT4
-            else rule
-            for rule in self.rules
-        )
-        return replace(self, rules=tuple(rules))
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,18 @@ def load_recipe(name: str | Path) -> Recipe:
         except OSError as error:
             raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
     if str(name) not in recipe_names():
-        raise UsageError(f"there is no recipe {name!r}", hint=f"Built in: {', '.join(recipe_names())}; or give a .yaml.")
+        raise UsageError(
+            f"there is no recipe {name!r}", hint=f"Built in: {', '.join(recipe_names())}; or give a .yaml."
+        )
     return parse_recipe(str(name), _recipe_file(f"{name}.yaml"))
 
 
 def recipe_names() -> tuple[str, ...]:
     """The names of the built-in recipes."""
     files = (entry.name for entry in resources.files("quantkit.recipes").iterdir())
-    return tuple(sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml") and file != "models.yaml"))
+    return tuple(
+        sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml") and file != "models.yaml")
+    )
 
 
 def int4_recipe(model: str, model_type: str) -> Recipe:

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: the only user of huggingface_hub. `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` work as they do there."""
+"""The Hugging Face Hub, and the only user of huggingface_hub; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` work as there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

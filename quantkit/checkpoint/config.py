@@ -1,7 +1,7 @@
 """`quantization_config`: what a converted checkpoint says about itself, and how that gets into config.json.
 
-config.json is never parsed and dumped again: the value of one key is replaced in the source's text, and every other byte
-stays. (A round trip through transformers would drop IndexShare keys that vLLM reads.)
+config.json is never parsed and dumped again: the value of one key is replaced in the source's text, and every other
+byte stays. (A round trip through transformers would drop IndexShare keys that vLLM reads.)
 """
 
 import json

@@ -1,14 +1,14 @@
 """How vLLM, SGLang and transformers decide which config group a module belongs to.
 
-A plan proves with these rules that the config alone gives every module the format that is on disk. All three match names
-before classes, and a regex with `re.match`; they differ in the names of the modules that they build:
+A plan proves with these rules that the config alone gives every module the format that is on disk. All three match
+names before classes, and a regex with `re.match`; they differ in the names of the modules that they build:
 
-    vLLM 0.33        `gate_up_proj` and `fused_qkv_a_proj`, each ignored if its own name or all of its members' match;
-                     a mix of members is an error (compressed_tensors/utils.py:53-70, config_utils.py:384-420)
-    SGLang 0.5.23    `gate_up_proj` under that name only, `fused_qkv_a_proj_with_mqa` also by members; an entry matches a
-                     dotted suffix too; a module with neither target nor ignore is an error (compressed_tensors/utils.py);
-                     the MTP layer runs under the prefix `model.decoder.`
-    transformers     the checkpoint's own names (compressed-tensors 0.19, utils/match.py)
+    vLLM 0.33      `gate_up_proj` and `fused_qkv_a_proj`, each ignored if its own name or all of its members' match;
+                   a mix of members is an error (compressed_tensors/utils.py:53-70, config_utils.py:384-420)
+    SGLang 0.5.23  `gate_up_proj` under that name only, `fused_qkv_a_proj_with_mqa` also by members; an entry matches
+                   a dotted suffix too; the MTP layer runs under the prefix `model.decoder.`; a module with neither
+                   target nor ignore is an error (compressed_tensors/utils.py)
+    transformers   the checkpoint's own names (compressed-tensors 0.19, utils/match.py)
 """
 
 import re
@@ -110,7 +110,7 @@ class ConfigMatcher:
         module = name.module
         if self.engine.mtp_prefix and name.layer is not None and name.layer >= self.num_hidden_layers:
             module = re.sub(r"^.*?layers\.\d+", self.engine.mtp_prefix, module)
-        parent, _, last = module.rpartition(".")
+        parent = module.rpartition(".")[0]
         fusion = (name.fused_module or "").rpartition(".")[2]
         if fusion not in self.engine.fused:
             return ((module,),)

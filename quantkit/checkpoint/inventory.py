@@ -35,9 +35,7 @@ def inventory(name: str, config_text: str) -> Source:
             shards[f"model-layer-{layer:03}.safetensors"] = tuple(model.layer(layer))
     except KeyError as error:
         raise SourceError(f"{name}: its config has no {error.args[0]}, which its tensors' shapes need") from None
-    tensors = {
-        tensor.spec.name: tensor for shard, specs in shards.items() for tensor in lay_out(specs, shard)[1]
-    }
+    tensors = {tensor.spec.name: tensor for shard, specs in shards.items() for tensor in lay_out(specs, shard)[1]}
     return Source(name, None, config_text, tensors)
 
 
@@ -117,7 +115,7 @@ class _Glm:
         yield self._plain(f"{prefix}.eh_proj.weight", self.hidden, 2 * self.hidden)
 
     def _has_indexer(self, layer: int) -> bool:
-        """IndexShare: full layers carry an indexer, shared ones use the last full layer's; the MTP layer has its own."""
+        """IndexShare: full layers carry an indexer, shared ones use the last full one's; MTP has its own."""
         types = self.config.get("indexer_types")
         if layer >= self.config["num_hidden_layers"]:
             return True

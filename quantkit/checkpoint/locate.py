@@ -1,4 +1,4 @@
-"""From what the user calls a model to a source: a local folder, an alias of `recipes/models.yaml`, or a Hub repository id."""
+"""From what the user calls a model to a source: a folder, an alias of `recipes/models.yaml`, or a Hub repository id."""
 
 from pathlib import Path
 

@@ -29,7 +29,8 @@ class _Buffers(threading.local):
         needed = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if key not in self._bytes or self._bytes[key].nbytes < needed:
             self._bytes[key] = np.empty(needed, np.uint8)
-        return self._bytes[key][:needed].view(dtype).reshape(shape)
+        array: npt.NDArray[Any] = self._bytes[key][:needed].view(dtype).reshape(shape)
+        return array
 
 
 buffer = _Buffers()
@@ -60,7 +61,7 @@ class Reader:
     def tensor_bytes(self, tensor: StoredTensor, begin: int, end: int, key: str = "data") -> npt.NDArray[np.uint8]:
         """The bytes `begin` to `end` of a tensor."""
         array: npt.NDArray[np.uint8] = buffer(key, (end - begin,), np.uint8)
-        read_into(self.files[tensor.shard], tensor.offset + begin, memoryview(array))
+        read_into(self.files[tensor.shard], tensor.offset + begin, array.data)
         return array
 
     def fp8_rows(self, weight: Weight, begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:

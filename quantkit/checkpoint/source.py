@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: its config, and where every tensor lies. Only headers are read until data are asked for.
+"""A checkpoint opened for reading: its config, and where every tensor lies. Data are read only when asked for.
 
 Reads are `preadv` into buffers of the caller, because a memory map counts as resident memory.
 """

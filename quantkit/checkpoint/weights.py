@@ -3,10 +3,10 @@
 (GLM-5.2's `modules_to_not_convert` names a module that does not exist.) This is the one place that knows how the
 dialects spell their tensors:
 
-    FP8 block  (DeepSeek, GLM)                weight F8_E4M3 [N, K], weight_scale_inv F32 [ceil(N/rows), ceil(K/columns)]
-    FP8 block  (compressed-tensors)           the same with weight_scale
-    INT4 group (compressed-tensors)           weight_packed I32 [N, K/8], weight_scale BF16 [N, K/g], weight_shape I64 [2]
-    plain                                     any other tensor, kept as it is
+    FP8 block  (DeepSeek, GLM)               weight F8_E4M3 [N, K], weight_scale_inv F32 [ceil(N/rows), ceil(K/columns)]
+    FP8 block  (compressed-tensors)          the same with weight_scale
+    INT4 group (compressed-tensors)          weight_packed I32 [N, K/8], weight_scale BF16 [N, K/g], weight_shape I64
+    plain                                    any other tensor, kept as it is
 
 Layouts as vLLM 0.33 and SGLang 0.5.23 create them: `fp8_utils.py` and `compressed_tensors_wNa16.py` of both.
 """
@@ -86,7 +86,8 @@ def read_weights(source: Source) -> tuple[Weight, ...]:
     and a scale whose shape does not cover the weight.
     """
     block = _config_block(source)
-    weights, used = [], set()
+    weights: list[Weight] = []
+    used: set[str] = set()
     for tensor in source.tensors.values():
         name = TensorName.parse(tensor.spec.name)
         if tensor.spec.dtype == "F8_E4M3" and name.leaf == "weight":

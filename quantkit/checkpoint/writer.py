@@ -1,8 +1,8 @@
 """The output folder. Nothing lands under a final name before it is whole and on the disk.
 
-    OUT/.quantkit/NAME        a file while it is written
-    OUT/NAME                  the same after fsync and rename
-    OUT/config.json           last of all: a folder without it does not load, so an interrupted run never looks finished
+OUT/.quantkit/NAME        a file while it is written
+OUT/NAME                  the same after fsync and rename
+OUT/config.json           last of all: a folder without it does not load, so an interrupted run never looks finished
 """
 
 import errno
@@ -18,6 +18,7 @@ from quantkit.errors import OutputError
 
 MANIFEST_FILE = "quantkit.json"
 WORK_FOLDER = ".quantkit"
+
 
 class OutputFolder:
     """A folder that a checkpoint is written into."""
@@ -37,7 +38,8 @@ class OutputFolder:
                 raise OutputError(f"{path} exists and is not empty", hint="Choose another folder, or give --overwrite.")
             if not (path / MANIFEST_FILE).exists() and not (path / WORK_FOLDER).exists():
                 raise OutputError(
-                    f"{path} was not written by quantkit; it is not overwritten", hint="Remove it yourself if you mean it."
+                    f"{path} was not written by quantkit; it is not overwritten",
+                    hint="Remove it yourself if you mean it.",
                 )
         existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         old_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.exists() else 0

@@ -1,1 +1,51 @@
-"""."""
+"""The command line: each command parses its options, calls one verb of the package and prints what it returns.
+
+Exit codes: 0 ok, 1 known error, 2 usage, 3 a check failed. stdout holds the result, one JSON object under --json; all
+talk is on stderr. QUANTKIT_DEBUG=1 shows the traceback of a known error.
+"""
+
+import os
+import sys
+
+import typer
+
+from quantkit.cli.convert import convert
+from quantkit.cli.eval import evaluate
+from quantkit.cli.inspect import inspect
+from quantkit.cli.verify import verify
+from quantkit.errors import QuantkitError
+
+app = typer.Typer(
+    name="quantkit",
+    help="Quantize and convert checkpoints offline, and prove that the result is still the model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(convert)
+app.command()(verify)
+app.command()(inspect)
+app.command("eval")(evaluate)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and leave.", is_eager=True)) -> None:
+    if version:
+        from quantkit.version import VERSION
+
+        typer.echo(f"quantkit {VERSION}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    try:
+        app()
+    except QuantkitError as error:
+        from quantkit.console import show_error
+
+        if os.environ.get("QUANTKIT_DEBUG") == "1":
+            raise
+        show_error(error)
+        sys.exit(error.exit_code)

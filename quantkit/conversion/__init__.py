@@ -18,11 +18,9 @@ from quantkit.conversion.shards import convert_shard
 from quantkit.conversion.side_files import side_files
 from quantkit.errors import OutputError, UsageError
 from quantkit.plan import Plan, Step, make_plan
-from quantkit.recipe import Recipe, Scheme, int4_recipe, load_recipe
+from quantkit.recipe import Recipe, Rest, ScaleMethod, int4_recipe, load_recipe
 from quantkit.report import File, Group, Manifest
 from quantkit.version import VERSION
-
-ProgressCallback = Callable[[int], None]  # is given the number of source bytes that were just converted
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,21 @@ class Options:
     """Changes to a recipe: None leaves the recipe's own value.
 
     group_size  of the INT4 weights: 32, 64 or 128
-    rest        `keep` or `bf16` for all weights that the recipe's last rule covers
+    scale       how the scale of an INT4 group is chosen
+    rest        what the weights that the recipe's last rule covers stay or become
     """
 
     group_size: int | None = None
-    rest: Scheme | None = None
+    scale: ScaleMethod | None = None
+    rest: Rest | None = None
 
     def apply(self, recipe: Recipe) -> Recipe:
         """`recipe` with these changes."""
         if self.rest is not None:
             recipe = recipe.with_rest(self.rest)
-        return recipe if self.group_size is None else recipe.with_group_size(self.group_size)
+        if self.scale is not None:
+            recipe = recipe.with_int4(scale=self.scale)
+        return recipe if self.group_size is None else recipe.with_int4(group_size=self.group_size)
 
 
 def convert(
@@ -52,7 +54,7 @@ def convert(
     revision: str | None = None,
     overwrite: bool = False,
     workers: int = 2,
-    progress: Callable[[Plan], ProgressCallback] | None = None,
+    progress: Callable[[int], Callable[[int], None]] | None = None,
 ) -> Manifest:
     """Convert `model` (alias, folder or Hub id) into the folder `output` and return the manifest written there.
 
@@ -60,7 +62,7 @@ def convert(
     revision   of a Hub repository
     overwrite  replace an output of quantkit that is already there; it is removed only when the plan has passed
     workers    threads that read, convert and write; the output's bytes do not depend on it
-    progress   is given the plan before the work begins, and returns what is called with the bytes done
+    progress   is given the number of source bytes, and returns what is called with the bytes just converted
 
     Raises a QuantkitError before anything is written if the source, the recipe or the output folder is not usable; an
     interrupted run leaves a folder without config.json, which does not load.
@@ -72,7 +74,7 @@ def convert(
     plan = make_plan(source, choose_recipe(source, recipe, options))
     _check_apart(source, Path(output))
     folder = OutputFolder.create(Path(output), plan.file_bytes, overwrite=overwrite)
-    files = dict(_write_shards(plan, folder, workers, progress(plan) if progress else lambda done: None))
+    files = dict(_write_shards(plan, folder, workers, progress(source.nbytes) if progress else lambda done: None))
     for name, path in side_files(source):
         files[name] = File(path.stat().st_size, folder.copy(path, name))
     for name, text in ((INDEX_FILE, plan.index_text), (CONFIG_FILE, plan.config_text)):
@@ -90,7 +92,7 @@ def preview(
     options: Options = Options(),
     revision: str | None = None,
 ) -> Manifest:
-    """What `convert` would write, from headers or from the config of an alias or a Hub repository; no weights needed."""
+    """What `convert` would write, from a folder's headers, or from the config of an alias or a Hub repository."""
     source = describe_model(model, revision)
     return _manifest(make_plan(source, choose_recipe(source, recipe, options)), {}, None)
 
@@ -103,7 +105,7 @@ def choose_recipe(source: Source, recipe: str | Path | Recipe | None, options: O
 
 
 def _write_shards(
-    plan: Plan, folder: OutputFolder, workers: int, progress: ProgressCallback
+    plan: Plan, folder: OutputFolder, workers: int, progress: Callable[[int], None]
 ) -> Iterator[tuple[str, File]]:
     """Convert all shards; each is flushed, hashed and renamed while the next is converted."""
     with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(1) as publisher:
@@ -164,8 +166,8 @@ def _groups(plan: Plan) -> tuple[Group, ...]:
     groups: dict[tuple[str, bool, str, str], list[Step]] = {}
     for step in plan.steps:
         name = step.weight.name
-        mtp = name.layer is not None and name.layer >= plan.source.num_hidden_layers
-        groups.setdefault((name.role, mtp, step.weight.label, step.label), []).append(step)
+        key = (str(name.role), name.is_mtp(plan.source.num_hidden_layers), step.weight.label, step.label)
+        groups.setdefault(key, []).append(step)
     return tuple(
         Group(
             *key,

@@ -48,7 +48,7 @@ class _Shard:
 
     def write(self, name: str, begin: int, array: npt.NDArray[Any]) -> None:
         """Write `array` at the byte `begin` of the output tensor `name`."""
-        write_at(self.output, self.job.places[name].offset + begin, memoryview(array).cast("B"))
+        write_at(self.output, self.job.places[name].offset + begin, array.data.cast("B"))
 
 
 def _pieces(shard: _Shard) -> Iterator[Callable[[], int]]:

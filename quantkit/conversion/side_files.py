@@ -1,6 +1,6 @@
 """What goes along with the weights: tokenizer, chat template, generation and processor configs, custom code, licence.
 
-All files of the source's folder are copied but weights in any format, what describes the old weights, and the model card.
+All files of the source's folder are copied but weights in any format, what describes the old ones, and the model card.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,9 @@ from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.writer import MANIFEST_FILE
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"})
-_ABOUT_OLD_WEIGHTS = frozenset({CONFIG_FILE, MANIFEST_FILE, "hf_quant_config.json", "quantize_config.json", "README.md"})
+_ABOUT_OLD_WEIGHTS = frozenset(
+    {CONFIG_FILE, MANIFEST_FILE, "hf_quant_config.json", "quantize_config.json", "README.md"}
+)
 
 
 def side_files(source: Source) -> Iterator[tuple[str, Path]]:
@@ -19,5 +21,10 @@ def side_files(source: Source) -> Iterator[tuple[str, Path]]:
         return
     for path in sorted(source.folder.iterdir()):
         about_weights = path.name in _ABOUT_OLD_WEIGHTS or path.name.endswith(".index.json")
-        if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHT_SUFFIXES and not about_weights:
+        if (
+            path.is_file()
+            and not path.name.startswith(".")
+            and path.suffix not in _WEIGHT_SUFFIXES
+            and not about_weights
+        ):
             yield path.name, path

@@ -19,8 +19,8 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal bfloat16: the scale of a group
 def quantize(weight: torch.Tensor, group_size: int, divisor: float = 7.5) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `weight` [N, K] to codes int8 [N, K] and scale bfloat16 [N, K / group_size].
 
-    The scale is the group's largest magnitude / `divisor`, rounded to float32 and then to bfloat16. A code is the nearest
-    one under that rounded scale, ties to even, clamped to -8..7. The arithmetic is float64 throughout, so that
+    The scale is the group's largest magnitude / `divisor`, rounded to float32 and then to bfloat16. A code is the
+    nearest one under that rounded scale, ties to even, clamped to -8..7. The arithmetic is float64 throughout, so that
     float64 weights (an FP8 number times a float32 scale is exact there) are quantized without a second rounding.
     """
     rows, columns = weight.shape

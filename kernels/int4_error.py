@@ -1,0 +1,88 @@
+"""What an INT4 weight lost against its FP8 source, and whether each code is a nearest one under its stored scale.
+
+Plain arithmetic in float64, sharing nothing with the tables that made the codes. All numbers are exact there: an FP8
+number times its float32 scale has 28 significant bits, a code times its BF16 scale 11, and both terms of the comparison
+are differences of such numbers at nearly the same exponent.
+"""
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.e4m3 import VALUES
+
+_CODES_PER_WORD = 8
+
+
+@dataclass(frozen=True)
+class Int4Error:
+    """Sums over the weights of a piece.
+
+    squared_error   sum of (source - decoded)^2
+    squared_weight  sum of source^2
+    not_nearest     codes for which another code lies nearer to the source
+    bad_scales      groups whose scale is not a positive normal finite number; their codes count in nothing else
+    """
+
+    squared_error: float
+    squared_weight: float
+    not_nearest: int
+    bad_scales: int
+
+
+def int4_error(
+    weight: npt.NDArray[np.uint8],
+    scale: npt.NDArray[np.float32],
+    block: tuple[int, int],
+    packed: npt.NDArray[np.uint32],
+    out_scale: npt.NDArray[np.uint16],
+) -> Int4Error:
+    """Compare FP8 `weight` [N, K] and `scale` float32 [ceil(N/rows), ceil(K/columns)] with INT4 `packed` [N, K/8] and
+    `out_scale` BF16 bits [N, K/g]."""
+    stored = (out_scale.astype(np.uint32) << 16).view(np.float32)
+    return Int4Error(*_compare(weight, scale, block[0], block[1], packed, stored))
+
+
+@numba.njit(nogil=True, cache=True)
+def _compare(weight, scale, block_rows, block_columns, packed, out_scale):  # type: ignore[no-untyped-def]
+    rows, columns = weight.shape
+    group_size = columns // out_scale.shape[1]
+    column_scale = np.empty(columns, np.float64)
+    squared_error, squared_weight = 0.0, 0.0
+    not_nearest, bad_scales = 0, 0
+    for row in range(rows):
+        if row % block_rows == 0:
+            for column in range(columns):
+                column_scale[column] = scale[row // block_rows, column // block_columns]
+        for group in range(out_scale.shape[1]):
+            step = np.float64(out_scale[row, group])
+            if not (2.0**-126 <= step < np.inf):
+                bad_scales += 1
+                continue
+            begin, end = group * group_size, (group + 1) * group_size
+            words = packed[row, begin // _CODES_PER_WORD : end // _CODES_PER_WORD]
+            sums = _compare_group(weight[row, begin:end], column_scale[begin:end], words, step)
+            squared_error += sums[0]
+            squared_weight += sums[1]
+            not_nearest += sums[2]
+    return squared_error, squared_weight, not_nearest, bad_scales
+
+
+@numba.njit(nogil=True, cache=True)
+def _compare_group(source, column_scale, words, step):  # type: ignore[no-untyped-def]
+    squared_error, squared_weight, not_nearest = 0.0, 0.0, 0
+    for index in range(np.uint64(words.size)):
+        word = words[index]
+        for position in range(np.uint64(_CODES_PER_WORD)):
+            column = index * np.uint64(_CODES_PER_WORD) + position
+            exact = VALUES[source[column]] * column_scale[column]
+            code = np.float64(np.int64(word & np.uint32(0xF)) - 8)
+            word >>= np.uint32(4)
+            error = exact - code * step
+            squared_error += error * error
+            squared_weight += exact * exact
+            beyond = (code == 7.0 and error > 0) or (code == -8.0 and error < 0)
+            not_nearest += not (abs(error) <= step / 2 or beyond)
+    return squared_error, squared_weight, not_nearest

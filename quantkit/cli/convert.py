@@ -1,0 +1,62 @@
+"""`quantkit convert`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.options import Json, Model, Revision, Workers
+from quantkit.errors import UsageError
+from quantkit.recipe import Rest, ScaleMethod
+
+
+def convert(
+    model: Model,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The folder to write to.")] = None,
+    int4: Annotated[bool, typer.Option("--int4", help="INT4 by the model's built-in recipe (the default).")] = False,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Decode everything to BF16: the reference to compare with.")
+    ] = False,
+    recipe: Annotated[str | None, typer.Option("--recipe", help="A built-in recipe's name, or a YAML file.")] = None,
+    group_size: Annotated[int | None, typer.Option("--group-size", help="INT4 group size: 32, 64 or 128.")] = None,
+    scale: Annotated[ScaleMethod | None, typer.Option("--scale", help="How INT4 scales are chosen.")] = None,
+    rest: Annotated[Rest | None, typer.Option("--rest", help="What the other weights are stored as.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; needs no weights.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output of quantkit.")] = False,
+    workers: Workers = 2,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a block-FP8 checkpoint to INT4 (compressed-tensors), shard by shard.
+
+    Examples:
+
+    quantkit convert glm-5.2 --int4 --dry-run
+
+    quantkit convert ./GLM-5.2-FP8 --int4 --group-size 64 -o ./GLM-5.2-INT4
+
+    quantkit convert ./GLM-5.2-FP8 --bf16 -o ./GLM-5.2-BF16
+    """
+    from quantkit import console, conversion
+
+    if sum((int4, bf16, recipe is not None)) > 1:
+        raise UsageError("--int4, --bf16 and --recipe exclude each other")
+    chosen = "bf16" if bf16 else recipe
+    options = conversion.Options(group_size, scale, rest)
+    if dry_run:
+        manifest = conversion.preview(model, chosen, options=options, revision=revision)
+    elif output is None:
+        raise UsageError("where to?", hint="Give -o FOLDER, or --dry-run.")
+    else:
+        with console.progress("converting") as start:
+            manifest = conversion.convert(
+                model,
+                output,
+                chosen,
+                options=options,
+                revision=revision,
+                overwrite=overwrite,
+                workers=workers,
+                progress=start,
+            )
+    console.show(manifest, as_json=as_json)

@@ -1,0 +1,164 @@
+"""What a person sees: tables on stdout, progress, warnings and errors on stderr. The only user of rich."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from quantkit.errors import QuantkitError
+from quantkit.report import Check, DistributionReport, Inspection, Manifest, Report, Verification
+
+_FILE_WIDTH = 160  # of tables that go to a file or a pipe
+_OUT = Console(soft_wrap=True, width=None if sys.stdout.isatty() else _FILE_WIDTH)
+_ERR = Console(stderr=True, soft_wrap=True)
+
+
+def show(report: Report, *, as_json: bool) -> None:
+    """Print a report on stdout: as one JSON object, or as tables."""
+    if as_json:
+        sys.stdout.write(report.to_json())
+    elif isinstance(report, Manifest):
+        _show_manifest(report)
+    elif isinstance(report, Verification):
+        _show_verification(report)
+    elif isinstance(report, Inspection):
+        _show_inspection(report)
+    elif isinstance(report, DistributionReport):
+        _show_distribution(report)
+    for warning in getattr(report, "warnings", ()):
+        _ERR.print(f"[yellow]warning:[/] {escape(warning)}")
+
+
+def show_error(error: QuantkitError) -> None:
+    """Print an error and its remedy on stderr."""
+    _ERR.print(f"[red]error:[/] {escape(str(error))}")
+    if error.hint:
+        _ERR.print(f"[cyan]hint:[/] {escape(error.hint)}")
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
+    """A progress bar on stderr, shown when that is a terminal: give it the total bytes, get what takes bytes done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_ERR, transient=True, disable=not _ERR.is_terminal) as bar:
+
+        def start(total: int) -> Callable[[int], None]:
+            task = bar.add_task(label, total=total)
+            return lambda done: bar.advance(task, done)
+
+        yield start
+
+
+def _table(title: str, *headings: str) -> Table:
+    """A table whose first column is text and the others are numbers, unless their heading ends in a colon."""
+    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=None)
+    for number, heading in enumerate(headings):
+        left = number == 0 or heading.endswith(":")
+        table.add_column(heading.rstrip(":"), justify="left" if left else "right", no_wrap=True)
+    return table
+
+
+def _role(role: str, mtp: bool) -> str:
+    return f"{role} (MTP)" if mtp else role
+
+
+def _size(nbytes: int) -> str:
+    """Decimal units, as disks and the Hub count."""
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:,.2f} {unit}" if unit != "B" else f"{nbytes} B"
+
+
+def _show_manifest(manifest: Manifest) -> None:
+    title = f"{manifest.source['name']}  by  {manifest.recipe['name']}: {manifest.recipe['description']}"
+    table = _table(escape(title), "role", "weights", "from:", "to:", "before", "after")
+    for group in manifest.groups:
+        row = (f"{group.weights:,}", group.source_format, group.format, _size(group.source_bytes), _size(group.nbytes))
+        table.add_row(_role(group.role, group.mtp), *row)
+    _OUT.print(table)
+    source = manifest.source
+    ratio = manifest.total_bytes / source["total_bytes"] if source["total_bytes"] else 1.0
+    _OUT.print(
+        f"source {source['total_bytes']:,} bytes in {source['num_tensors']:,} tensors; "
+        f"output {manifest.total_bytes:,} bytes in {manifest.num_tensors:,} tensors ({ratio:.1%})"
+    )
+    if manifest.seconds is not None:
+        speed = _size(round(source["total_bytes"] / max(manifest.seconds, 1e-9)))
+        _OUT.print(f"{len(manifest.files)} files written in {manifest.seconds:.1f} s ({speed}/s of source)")
+
+
+def _show_verification(result: Verification) -> None:
+    checks = _table(
+        f"{escape(result.checkpoint)}: {'passed' if result.passed else 'FAILED'}", "check", "result:", "note:"
+    )
+    for check in result.checks:
+        checks.add_row(check.name, _outcome(check), escape(check.note))
+    _OUT.print(checks)
+    for check in result.checks:
+        for example in check.examples:
+            _OUT.print(f"  [red]{check.name}[/]: {escape(example)}")
+    if result.errors:
+        errors = _table(
+            f"error against {escape(str(result.against))}", "role", "to:", "weights", "RMS", "SQNR dB", "worst"
+        )
+        for entry in result.errors:
+            row = (entry.format, f"{entry.weights:,}", f"{entry.relative_rms:.4%}", _decibel(entry.sqnr_db))
+            errors.add_row(_role(entry.role, entry.mtp), *row, f"{entry.worst_relative_rms:.4%}")
+        _OUT.print(errors)
+        worst = _table(f"the worst {len(result.worst)}", "module", "to:", "RMS", "SQNR dB")
+        for tensor in result.worst:
+            worst.add_row(tensor.name, tensor.format, f"{tensor.relative_rms:.4%}", _decibel(tensor.sqnr_db))
+        _OUT.print(worst)
+
+
+def _outcome(check: Check) -> str:
+    if check.problems is None:
+        return "skipped"
+    return "[green]ok[/]" if check.problems == 0 else f"[red]{check.problems:,} problems[/]"
+
+
+def _decibel(value: float | None) -> str:
+    return "exact" if value is None else f"{value:.2f}"
+
+
+def _show_inspection(result: Inspection) -> None:
+    title = f"{result.checkpoint}: {result.model_type}, quantization {result.quantization or 'none'}"
+    table = _table(escape(title), "role", "format:", "weights", "parameters", "bytes")
+    for holding in result.holdings:
+        row = (holding.format, f"{holding.weights:,}", f"{holding.parameters:,}", _size(holding.nbytes))
+        table.add_row(_role(holding.role, holding.mtp), *row)
+    _OUT.print(table)
+    layers = _table("layers that hold the same", "layers", "bytes each", "weights of each:")
+    for group in result.layers:
+        weights = "; ".join(f"{count} {kind}" for kind, count in group.weights.items())
+        layers.add_row(_role(group.layers, group.mtp), _size(group.nbytes), weights)
+    layers.columns[0].no_wrap = layers.columns[2].no_wrap = False
+    _OUT.print(layers)
+    _OUT.print(
+        f"{result.parameters:,} parameters, {result.total_bytes:,} bytes in {result.num_tensors:,} tensors "
+        f"and {result.num_shards} shards"
+    )
+
+
+def _show_distribution(report: DistributionReport) -> None:
+    table = _table(f"{escape(report.candidate)} against {escape(report.baseline)}", "", "value", "meaning:")
+    table.add_row("bits per byte, baseline", f"{report.baseline_bits_per_byte:.4f}", "")
+    difference = report.candidate_bits_per_byte - report.baseline_bits_per_byte
+    table.add_row("bits per byte, candidate", f"{report.candidate_bits_per_byte:.4f}", f"{difference:+.4f}")
+    table.add_row("KL divergence", f"{report.kl_divergence:.5f}", "nats per token; 0 is the same distribution")
+    table.add_row("top-1 agreement", f"{report.top1_agreement:.2%}", "both rank the same token first")
+    _OUT.print(table)
+    _OUT.print(f"{report.scored_tokens:,} tokens ({report.scored_bytes:,} bytes) of {escape(report.text)} scored")

@@ -1,0 +1,68 @@
+"""`inspect`: what a checkpoint holds, by role, layer and format; from headers alone, or from the config of an alias."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import prod
+from pathlib import Path
+
+from quantkit.checkpoint.config import KEY
+from quantkit.checkpoint.locate import describe_model
+from quantkit.checkpoint.weights import Weight, read_weights
+from quantkit.report import Holding, Inspection, LayerGroup
+
+
+def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
+    """Describe the checkpoint `model`: a folder, an alias or a Hub repository id (from its config alone)."""
+    source = describe_model(model, revision)
+    weights = read_weights(source)
+    quantization = source.config.get(KEY) or {}
+    return Inspection(
+        checkpoint=source.name,
+        model_type=source.model_type,
+        num_shards=len(source.shards),
+        num_tensors=len(source.tensors),
+        parameters=_parameters(weights),
+        total_bytes=source.nbytes,
+        quantization=quantization.get("quant_method"),
+        holdings=tuple(_holdings(weights, source.num_hidden_layers)),
+        layers=tuple(_layer_groups(weights, source.num_hidden_layers)),
+        warnings=source.warnings,
+    )
+
+
+def _parameters(weights: Iterable[Weight]) -> int:
+    return sum(prod(weight.shape) for weight in weights)
+
+
+def _holdings(weights: Iterable[Weight], num_hidden_layers: int) -> Iterator[Holding]:
+    groups: dict[tuple[str, bool, str], list[Weight]] = {}
+    for weight in weights:
+        key = (str(weight.name.role), weight.name.is_mtp(num_hidden_layers), weight.label)
+        groups.setdefault(key, []).append(weight)
+    for key, group in sorted(groups.items()):
+        yield Holding(*key, len(group), _parameters(group), sum(weight.nbytes for weight in group))
+
+
+def _layer_groups(weights: Iterable[Weight], num_hidden_layers: int) -> Iterator[LayerGroup]:
+    layers: dict[int, list[Weight]] = {}
+    for weight in weights:
+        if weight.name.layer is not None:
+            layers.setdefault(weight.name.layer, []).append(weight)
+    alike: dict[tuple[bool, int, tuple[tuple[str, int], ...]], list[int]] = {}
+    for layer, group in sorted(layers.items()):
+        counts = Counter(f"{weight.name.role}: {weight.label}" for weight in group)
+        nbytes = sum(weight.nbytes for weight in group)
+        alike.setdefault((layer >= num_hidden_layers, nbytes, tuple(sorted(counts.items()))), []).append(layer)
+    for (mtp, nbytes, items), numbers in alike.items():
+        yield LayerGroup(_ranges(numbers), mtp, len(numbers), dict(items), nbytes)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-2, 6, 10` for the numbers 0 1 2 6 10."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

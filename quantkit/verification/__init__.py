@@ -1,0 +1,90 @@
+"""`verify`: is a checkpoint whole, does its config describe it, and what did it lose against its source?
+
+findings   collecting problems by check
+soundness  the checkpoint alone: manifest, index, config, values
+fidelity   against its source: every weight accounted for, codes nearest, error
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from quantkit.checkpoint.locate import open_model
+from quantkit.checkpoint.source import Source, open_source
+from quantkit.checkpoint.weights import Weight, read_weights
+from quantkit.errors import SourceError
+from quantkit.report import TensorError, Verification
+from quantkit.verification.fidelity import Compared, compare_weights, pool_by_role
+from quantkit.verification.findings import Findings
+from quantkit.verification.soundness import check_config, check_index, check_manifest, check_values
+
+_WORST = 10
+
+
+def verify(
+    checkpoint: str | Path,
+    against: str | Path | None = None,
+    *,
+    workers: int = 2,
+    progress: Callable[[int], Callable[[int], None]] | None = None,
+) -> Verification:
+    """Verify the checkpoint in the folder `checkpoint`, and compare it with its source `against` if that is given.
+
+    progress  is given the number of bytes to read, and returns what is called with the bytes just read
+
+    Raises a QuantkitError only when there is nothing to verify or the source cannot be read; what is wrong with the
+    checkpoint itself is in the result.
+    """
+    start = time.monotonic()
+    folder, findings = Path(checkpoint), Findings()
+    if not folder.is_dir():
+        raise SourceError(f"{folder}: no such folder", hint="Give the folder of a converted checkpoint.")
+    source = None if against is None else open_model(against)
+    compared: tuple[Compared, ...] = ()
+    with ThreadPoolExecutor(workers) as pool:
+        check_manifest(folder, pool, findings)
+        if opened := _open(folder, findings):
+            weights = _weights(opened, findings)
+            report = progress(opened.nbytes + (source.nbytes if source else 0)) if progress else lambda done: None
+            check_index(opened, findings)
+            check_config(opened, weights, findings)
+            check_values(opened, weights, pool, findings, report)
+            if source:
+                compared = compare_weights(opened, weights, source, pool, findings, report)
+    errors = [error for error in (entry.error() for entry in compared) if error]
+    return Verification(
+        checkpoint=str(checkpoint),
+        against=None if against is None else str(against),
+        passed=findings.passed,
+        checks=findings.checks(),
+        errors=pool_by_role(compared),
+        worst=tuple(sorted(errors, key=_badness)[:_WORST]),
+        seconds=round(time.monotonic() - start, 3),
+    )
+
+
+def _badness(error: TensorError) -> tuple[float, str]:
+    return -error.relative_rms, error.name
+
+
+def _open(folder: Path, findings: Findings) -> Source | None:
+    """The checkpoint, if its headers are sound."""
+    try:
+        opened = open_source(folder)
+    except SourceError as error:
+        findings.problem("headers", str(error))
+        return None
+    findings.done("headers", f"{len(opened.tensors):,} tensors in {len(opened.shards)} shards")
+    for warning in opened.warnings:
+        findings.problem("headers", warning)
+    return opened
+
+
+def _weights(checkpoint: Source, findings: Findings) -> tuple[Weight, ...]:
+    """The checkpoint's weights; none if a tensor lacks its sibling."""
+    try:
+        return read_weights(checkpoint)
+    except SourceError as error:
+        findings.problem("headers", str(error))
+        return ()

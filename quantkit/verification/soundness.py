@@ -1,0 +1,174 @@
+"""The checks that need the checkpoint alone: manifest, index, config, values."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit import ops
+from quantkit.checkpoint.config import KEY
+from quantkit.checkpoint.engines import ENGINES, LINEAR_ROLES, ConfigMatcher
+from quantkit.checkpoint.header import StoredTensor
+from quantkit.checkpoint.pieces import Reader, byte_ranges
+from quantkit.checkpoint.source import INDEX_FILE, SINGLE_FILE, Source, read_header
+from quantkit.checkpoint.weights import Encoding, Weight
+from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
+from quantkit.errors import QuantkitError
+from quantkit.naming import TensorName
+from quantkit.verification.findings import Findings
+
+# dtype -> the integer to view it as, and the bits that are all set in a NaN or an infinity
+_EXPONENTS: dict[str, tuple[Any, int]] = {
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+}
+
+
+def check_manifest(folder: Path, pool: Executor, findings: Findings) -> None:
+    """Every file of quantkit.json is there with its size and sha256, and no weights are there that it does not name."""
+    if (folder / WORK_FOLDER).exists():
+        findings.problem("manifest", f"{WORK_FOLDER} is there: a conversion was interrupted or is running")
+    if not (folder / MANIFEST_FILE).exists():
+        return findings.skip("manifest", f"no {MANIFEST_FILE}: not made by quantkit")
+    try:
+        files = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
+        entries = {name: (int(entry["nbytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return findings.problem("manifest", f"{MANIFEST_FILE} cannot be read: {error}")
+    findings.done("manifest", f"{len(entries)} files, sizes and sha256")
+    for stray in {path.name for path in folder.glob("*.safetensors")} - entries.keys():
+        findings.problem("manifest", f"{stray} is in the folder and not in {MANIFEST_FILE}")
+    for problem in pool.map(lambda item: _check_file(folder, item[0], *item[1]), entries.items()):
+        if problem:
+            findings.problem("manifest", problem)
+    return None
+
+
+def _check_file(folder: Path, name: str, nbytes: int, sha256: str) -> str | None:
+    try:
+        size = (folder / name).stat().st_size
+        if size != nbytes:
+            return f"{name} has {size:,} bytes; {MANIFEST_FILE} says {nbytes:,}"
+        with (folder / name).open("rb") as file:
+            same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+        return None if same else f"{name} has another sha256 than {MANIFEST_FILE} says"
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+
+
+def check_index(checkpoint: Source, findings: Findings) -> None:
+    """The index names every tensor of every shard in the folder once, and its total_size is the sum of their bytes."""
+    folder = checkpoint.folder
+    assert folder is not None
+    if not (folder / INDEX_FILE).exists():
+        return findings.skip("index", f"a single {SINGLE_FILE}")
+    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    findings.done("index", f"{len(index['weight_map']):,} entries, the union of the shards' headers")
+    seen: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for tensor in read_header(path):
+            name = tensor.spec.name
+            if name in seen:
+                findings.problem("index", f"{name} is in {seen[name]} and in {path.name}")
+            elif index["weight_map"].get(name) != path.name:
+                findings.problem("index", f"{name} is in {path.name}; the index says {index['weight_map'].get(name)}")
+            seen[name] = path.name
+    total = (index.get("metadata") or {}).get("total_size")
+    if total != checkpoint.nbytes:
+        findings.problem("index", f"total_size is {total}; the tensors have {checkpoint.nbytes} bytes")
+    return None
+
+
+def check_config(checkpoint: Source, weights: Iterable[Weight], findings: Findings) -> None:
+    """config.json alone predicts, by each engine's rules, the tensors of every module."""
+    quantization = checkpoint.config.get(KEY)
+    weights = [weight for weight in weights if weight.name.role in LINEAR_ROLES]
+    if quantization is None:
+        findings.done("config", f"no {KEY}: every one of {len(weights):,} modules is plain")
+        for weight in weights:
+            if weight.encoding is not Encoding.PLAIN:
+                findings.problem("config", f"{weight.module} is {weight.label}, and config.json has no {KEY}")
+        return None
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "compressed-tensors":
+        return findings.skip("config", "not a compressed-tensors checkpoint")
+    findings.done("config", f"{len(weights):,} modules by the rules of {', '.join(engine.name for engine in ENGINES)}")
+    for engine in ENGINES:
+        try:
+            matcher = ConfigMatcher(quantization, engine, checkpoint.num_hidden_layers)
+            for weight in weights:
+                if problem := _config_problem(matcher, weight):
+                    findings.problem("config", f"{engine.name}: {problem}")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            findings.problem("config", f"{KEY} is malformed: {error!r}")
+    return None
+
+
+def _config_problem(matcher: ConfigMatcher, weight: Weight) -> str | None:
+    actual = {TensorName.parse(tensor.spec.name).leaf for tensor in weight.tensors}
+    expected = matcher.leaves(weight.name)
+    if actual != expected:
+        return f"{weight.module} holds {', '.join(sorted(actual))}; the config says {', '.join(sorted(expected))}"
+    group = matcher.group(weight.name)
+    if group is None:
+        return None
+    said = matcher.groups[group]["weights"]
+    block = [1, said["group_size"]] if weight.encoding is Encoding.INT4 else list(said["block_structure"])
+    if list(weight.block or ()) != block:
+        return f"{weight.module} is {weight.label}; the config says {block}"
+    return None
+
+
+def check_values(
+    checkpoint: Source,
+    weights: Iterable[Weight],
+    pool: Executor,
+    findings: Findings,
+    progress: Callable[[int], None],
+) -> None:
+    """No stored number is NaN or infinite, no scale is zero, negative or subnormal, and each weight_shape is true."""
+    findings.done("values", "no NaN, no infinity, sound scales")
+    weights = sorted(weights, key=lambda weight: (weight.data.shard, weight.data.offset))
+    with checkpoint.open_shards(checkpoint.shards) as files:
+        work = partial(_check_weight, Reader(files), findings=findings)
+        for weight in pool.map(work, weights):
+            progress(weight.nbytes)
+
+
+def _check_weight(reader: Reader, weight: Weight, findings: Findings) -> Weight:
+    try:
+        for tensor in weight.tensors:
+            for begin, end in byte_ranges(tensor.spec.nbytes):
+                problem = _value_problem(tensor, weight, reader.tensor_bytes(tensor, begin, end))
+                if problem:
+                    findings.problem("values", f"{tensor.spec.name} {problem}")
+                    break
+    except QuantkitError as error:
+        findings.problem("values", str(error))
+    return weight
+
+
+def _value_problem(tensor: StoredTensor, weight: Weight, data: npt.NDArray[np.uint8]) -> str | None:
+    dtype = tensor.spec.dtype
+    if tensor in weight.others:
+        shape = data.view(np.int64 if dtype == "I64" else np.int32)
+        return None if tuple(shape) == weight.shape else f"is {list(shape)}, but the weight is {list(weight.shape)}"
+    if dtype == "F8_E4M3":
+        return "holds a NaN" if ops.first_nan(data) is not None else None
+    if dtype not in _EXPONENTS:
+        return None
+    integer, exponent = _EXPONENTS[dtype]
+    bits = data.view(integer)
+    if ((bits & exponent) == exponent).any():
+        return "holds a NaN or an infinity"
+    if tensor is weight.scale:
+        smallest, sign = exponent & -exponent, bits.dtype.itemsize * 8 - 1
+        if ((bits < smallest) | (bits >> sign != 0)).any():
+            return "holds a scale that is zero, subnormal or negative"
+    return None
