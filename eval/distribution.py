@@ -1,7 +1,7 @@
 """How far a converted model's next-token distributions are from its baseline's, on any text.
 
-Both run in transformers in float32 on the same windows of the text. The weights are what is measured: where a format makes
-transformers quantize activations as well, that is switched off, and experts that it keeps in BF16 are widened.
+Both run in transformers in float32 on the same windows of the text. The weights are what is measured: where a format
+makes transformers quantize activations as well, that is switched off, and experts that it keeps in BF16 are widened.
 
     bits per byte   of the text, by each model: lower is better
     KL divergence   mean over the scored tokens of KL(baseline || candidate), in nats: 0 for the same distributions
@@ -84,6 +84,8 @@ def load_float32(folder: Path) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager"
         )
+        with torch.inference_mode():
+            model(torch.zeros(1, 2, dtype=torch.int64))  # compressed weights are decoded in the first forward pass
     return torch.nn.Module.float(model).eval()
 
 

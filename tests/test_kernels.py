@@ -1,0 +1,166 @@
+"""The compiled loops equal the torch references byte for byte, over awkward shapes and all byte values."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from quantkit import ops
+from quantkit.formats import fp8_block
+from quantkit.kernels.e4m3 import VALUES
+from quantkit.kernels.fp8_block_to_int4 import code_tables
+
+SHAPES = [(1, 128), (129, 128), (144, 256), (320, 448), (576, 384)]
+
+
+def random_fp8(shape: tuple[int, int], block: tuple[int, int] = (128, 128)) -> tuple[ops.Bytes, ops.Scales]:
+    """Random finite bytes of all magnitudes, and scales over many orders of magnitude."""
+    generator = np.random.default_rng(shape[0] * shape[1])
+    magnitudes = generator.integers(0, 0x7F, shape, dtype=np.uint8)
+    signs = generator.integers(0, 2, shape, dtype=np.uint8) << 7
+    grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    return magnitudes | signs, np.exp2(generator.uniform(-40, 10, grid)).astype(np.float32)
+
+
+def int4_arrays(shape: tuple[int, int], group_size: int) -> tuple[ops.Words, ops.Bf16Bits]:
+    """Outputs full of a pattern that no result leaves standing."""
+    packed: ops.Words = np.full((shape[0], shape[1] // 8), 0xDEADBEEF, np.uint32)
+    scale: ops.Bf16Bits = np.full((shape[0], shape[1] // group_size), 0xDEAD, np.uint16)
+    return packed, scale
+
+
+def assert_int4_equal(weight: ops.Bytes, scale: ops.Scales, block: tuple[int, int], group_size: int) -> None:
+    """Both backends give the same words and scales."""
+    results = {}
+    backends: tuple[ops.Backend, ...] = ("compiled", "reference")
+    for backend in backends:
+        packed, out_scale = int4_arrays((weight.shape[0], weight.shape[1]), group_size)
+        assert ops.fp8_block_to_int4(weight, scale, block, group_size, packed, out_scale, backend) is None
+        results[backend] = packed, out_scale
+    for compiled, reference in zip(results["compiled"], results["reference"], strict=True):
+        different = np.argwhere(compiled != reference)
+        assert not len(different), f"{len(different)} differ, the first at {different[0]}"
+
+
+def test_e4m3_table_equals_torch() -> None:
+    """All 256 bytes stand for the numbers that torch gives them, the sign of zero and both NaNs included."""
+    expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+
+    assert np.array_equal(VALUES, expected, equal_nan=True)
+    assert np.array_equal(np.signbit(VALUES[:255]), np.signbit(expected[:255]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size"),
+    [(shape, group_size) for shape in SHAPES for group_size in (32, 64, 128) if shape[1] % group_size == 0],
+)
+def test_int4_equals_reference(shape: tuple[int, int], group_size: int) -> None:
+    """INT4 from FP8 blocks has the reference's bytes, ragged last blocks included."""
+    assert_int4_equal(*random_fp8(shape), (128, 128), group_size)
+
+
+@pytest.mark.parametrize("block", [(1, 128), (64, 64), (128, 32), (7, 96)])
+def test_int4_other_block_shapes(block: tuple[int, int]) -> None:
+    """The block's shape is the checkpoint's, not always 128 x 128."""
+    assert_int4_equal(*random_fp8((130, 192), block), block, 32)
+
+
+def test_int4_every_byte_under_every_maximum() -> None:
+    """For each largest magnitude all bytes up to it, of both signs, get the reference's codes, whatever the scale."""
+    rows = []
+    for largest in range(127):
+        members = np.r_[np.arange(largest + 1), 0x80 + np.arange(largest + 1)]
+        chunks = np.array_split(members, -(-len(members) // 31))
+        rows += [np.r_[largest, chunk, np.zeros(31 - len(chunk))] for chunk in chunks]
+    weight = np.array(rows, np.uint8)
+    for seed in range(3):
+        scale = np.exp2(np.random.default_rng(seed).uniform(-3, 3, (len(rows), 1))).astype(np.float32)
+        assert_int4_equal(weight, scale, (1, 32), 32)
+
+
+@pytest.mark.parametrize("exponent", [-126, -125, -120, -118, -112, 100, 119])
+def test_int4_extreme_scales(exponent: int) -> None:
+    """At the ends of the scales' range, where an INT4 scale would be subnormal, the codes are still the reference's."""
+    weight, scale = random_fp8((128, 128))
+    scale[:] = np.float32(2.0**exponent)
+    weight[:4] = 0
+    weight[4:8] &= 0x81  # zeros and the smallest magnitude
+    assert_int4_equal(weight, scale, (128, 128), 32)
+
+
+def test_int4_tables_refuse_an_unsafe_divisor() -> None:
+    """A divisor for which rounding the scale to BF16 could move a code is refused, not approximated."""
+    for divisor in (7.0, 7.5, 8.0):
+        assert code_tables(divisor).shape == (3, 127, 256)
+    with pytest.raises(ValueError, match=r"9\.25 is not safe"):
+        code_tables(9.25)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bf16_equals_reference(shape: tuple[int, int]) -> None:
+    """Decoding to BF16 has the reference's bytes, ragged last blocks included."""
+    weight, scale = random_fp8(shape)
+    compiled, reference = np.full(shape, 0xDEAD, np.uint16), np.full(shape, 0xDEAD, np.uint16)
+
+    assert ops.fp8_block_to_bf16(weight, scale, (128, 128), compiled) is None
+    assert ops.fp8_block_to_bf16(weight, scale, (128, 128), reference, "reference") is None
+    assert np.array_equal(compiled, reference)
+
+
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+def test_nan_is_found(nan: int, backend: ops.Backend) -> None:
+    """A NaN byte of either sign is reported at its position by every conversion."""
+    weight, scale = random_fp8((130, 256))
+    weight[129, 77] = nan
+
+    assert ops.fp8_block_to_int4(weight, scale, (128, 128), 32, *int4_arrays((130, 256), 32), backend) == 129 * 256 + 77
+    assert ops.fp8_block_to_bf16(weight, scale, (128, 128), np.empty((130, 256), np.uint16), backend) == 129 * 256 + 77
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 2.0**-127, 1e-45, 2.0**120, np.inf, -np.inf, np.nan])
+def test_bad_scale_is_found(value: float) -> None:
+    """A block scale that is not positive, normal and small enough is reported at its position."""
+    scale = np.ones(5, np.float32)
+    scale[3] = value
+
+    assert ops.bad_scale(scale) == 3
+    assert ops.bad_scale(np.array([2.0**-126, 2.0**119, 1.0], np.float32)) is None
+
+
+def decoded(packed: ops.Words, out_scale: ops.Bf16Bits) -> npt.NDArray[np.float64]:
+    """INT4 decoded by plain indexing."""
+    shifts = np.arange(8, dtype=np.uint32) * 4
+    codes = ((packed[:, :, None] >> shifts) & 0xF).astype(np.int64).reshape(len(packed), -1) - 8
+    step = (out_scale.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return codes * step.repeat(codes.shape[1] // step.shape[1], axis=1)
+
+
+def test_int4_error_equals_plain_arithmetic() -> None:
+    """The error's sums are those of decoding both and subtracting."""
+    weight, scale = random_fp8((144, 256))
+    packed, out_scale = int4_arrays((144, 256), 64)
+    ops.fp8_block_to_int4(weight, scale, (128, 128), 64, packed, out_scale)
+
+    error = ops.int4_error(weight, scale, (128, 128), packed, out_scale)
+
+    fp8 = torch.from_numpy(weight).view(torch.float8_e4m3fn)
+    exact = fp8_block.dequantize(fp8, torch.from_numpy(scale), dtype=torch.float64).numpy()
+    difference = exact - decoded(packed, out_scale)
+    assert error.squared_error == pytest.approx(np.square(difference).sum(), rel=1e-12)
+    assert error.squared_weight == pytest.approx(np.square(exact).sum(), rel=1e-12)
+    assert (error.not_nearest, error.bad_scales) == (0, 0)
+
+
+def test_int4_error_counts_wrong_codes_and_scales() -> None:
+    """A code that is one step off, and a scale that is zero, negative, infinite or NaN, are counted."""
+    weight, scale = random_fp8((128, 128))
+    packed, out_scale = int4_arrays((128, 128), 32)
+    ops.fp8_block_to_int4(weight, scale, (128, 128), 32, packed, out_scale)
+    packed[5, 3] ^= 0x10
+    packed[77, 0] ^= 0x1
+    out_scale[100] = [0, 0xBF80, 0x7F80, 0x7FC0]
+
+    error = ops.int4_error(weight, scale, (128, 128), packed, out_scale)
+
+    assert (error.not_nearest, error.bad_scales) == (2, 4)
