@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.config import KEY
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.weights import Encoding, read_weights
-from quantkit.errors import SourceError, UsageError
+from quantkit.errors import DependencyError, SourceError, UsageError
 from quantkit.report import DistributionReport
 
 _BATCH = 8  # windows in one forward pass
@@ -37,8 +37,13 @@ def compare_distributions(
     """
     if window < 2:
         raise UsageError(f"window is {window}; it must be at least 2")
-    windows = _windows(Path(baseline), Path(text), window, max_tokens)
-    reference, converted = load_float32(Path(baseline)), load_float32(Path(candidate))
+    content = _read(Path(text))
+    folders = Path(baseline), Path(candidate)
+    sources = [_measurable(folder) for folder in folders]
+    windows = _windows(Path(baseline), content, window, max_tokens)
+    reference, converted = (
+        _load_float32(folder, source.config.get(KEY)) for folder, source in zip(folders, sources, strict=True)
+    )
     totals = torch.zeros(4, dtype=torch.float64)
     with torch.inference_mode():
         for tokens in windows.tokens.split(_BATCH):
@@ -59,26 +64,35 @@ def compare_distributions(
     )
 
 
-def load_float32(folder: Path) -> Any:
-    """The causal language model in `folder`, loaded by transformers and widened to float32, activations unquantized.
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{text}: cannot be read as UTF-8 text: {error}") from error
 
-    Raises SourceError for FP8 blocks: transformers 5.17 misreads a weight whose rows are not a multiple of the block.
-    """
-    import transformers
 
+def _measurable(folder: Path) -> Source:
+    """The checkpoint in `folder`, refused if transformers would misread it: 5.17 takes the block's rows for a part of
+    the weight's when these are not a multiple."""
     source = open_source(folder)
-    quantization = source.config.get(KEY) or {}
-    if quantization.get("quant_method") != "compressed-tensors" and any(
+    if (source.config.get(KEY) or {}).get("quant_method") != "compressed-tensors" and any(
         weight.encoding is not Encoding.PLAIN for weight in read_weights(source)
     ):
         raise SourceError(
             f"{folder} holds FP8 blocks, which transformers misreads when rows are not a multiple of the block",
             hint=f"Decode it first: quantkit convert {folder} --bf16 -o FOLDER.",
         )
+    return source
+
+
+def _load_float32(folder: Path, quantization: dict[str, Any] | None) -> Any:
+    """The causal language model, loaded by transformers and widened to float32, activations unquantized."""
+    import transformers
+
     config = transformers.AutoConfig.from_pretrained(folder)
-    for group in quantization.get("config_groups", {}).values():
-        group["input_activations"] = None
     if quantization:
+        for group in quantization["config_groups"].values():
+            group["input_activations"] = None
         config.quantization_config = quantization
     with _quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -116,18 +130,19 @@ class _Windows:
     scored_bytes: int
 
 
-def _windows(folder: Path, text_file: Path, window: int, max_tokens: int) -> _Windows:
-    from transformers import AutoTokenizer
-
+def _windows(folder: Path, text: str, window: int, max_tokens: int) -> _Windows:
     try:
-        text = text_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{text_file}: cannot be read as UTF-8 text: {error}") from error
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            "transformers is not installed", hint="Install what evaluation needs: pip install 'quantkit[eval]'."
+        ) from error
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     count = min(len(encoded["input_ids"]), max_tokens) // window
     if count == 0:
-        raise UsageError(f"{text_file} has fewer than {window} tokens", hint="Give a longer text or a smaller window.")
+        raise UsageError(f"the text has fewer than {window} tokens", hint="Give a longer text or a smaller --window.")
     tokens = torch.tensor(encoded["input_ids"][: count * window]).reshape(count, window)
     return _Windows(tokens, sum(_scored_bytes(text, encoded["offset_mapping"], window, count)))
 

@@ -5,8 +5,10 @@
     ├── SourceError           1   the checkpoint to read is damaged, incomplete or not understood
     ├── RecipeError           1   the recipe does not parse or does not fit the model
     ├── PlanError             1   the conversion would give something that an engine cannot load
+    ├── EngineError           1   an engine would refuse the checkpoint's config
     ├── OutputError           1   the place to write to is not usable
     ├── RemoteError           1   the Hub did not give what was asked for
+    ├── DependencyError       1   an optional package is not installed
     └── CheckFailed           3   a check ran and found something wrong
 
 Anything else that escapes is a bug of ours.
@@ -41,12 +43,20 @@ class PlanError(QuantkitError):
     """The conversion was refused before it began: no engine could load its result."""
 
 
+class EngineError(QuantkitError):
+    """An engine would refuse the checkpoint's config."""
+
+
 class OutputError(QuantkitError):
     """The output folder cannot be used, or the disk is full."""
 
 
 class RemoteError(QuantkitError):
     """The Hub did not deliver the repository or the file."""
+
+
+class DependencyError(QuantkitError):
+    """An optional package is not installed."""
 
 
 class CheckFailed(QuantkitError):

@@ -127,8 +127,8 @@ def load_recipe(name: str | Path) -> Recipe:
     if path.suffix in (".yaml", ".yml"):
         try:
             return parse_recipe(path.stem, path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path}: cannot be read: {error}", hint="Give a UTF-8 YAML file.") from error
     if str(name) not in recipe_names():
         raise UsageError(
             f"there is no recipe {name!r}", hint=f"Built in: {', '.join(recipe_names())}; or give a .yaml."
@@ -177,7 +177,10 @@ def parse_recipe(name: str, text: str) -> Recipe:
         rules = tuple(_parse_rule(number, entry) for number, entry in enumerate(data["rules"], start=1))
         if [rule.roles is None for rule in rules] != [False] * (len(rules) - 1) + [True]:
             raise RecipeError("the last rule, and only the last, must be for roles: all")
-        return Recipe(name, str(data.get("description", "")), rules, tuple(data.get("model_types", ())))
+        model_types = data.get("model_types", [])
+        if not isinstance(model_types, list) or not all(isinstance(entry, str) for entry in model_types):
+            raise RecipeError("model_types is not a list of names")
+        return Recipe(name, str(data.get("description", "")), rules, tuple(model_types))
     except yaml.YAMLError as error:
         raise RecipeError(f"recipe {name}: not valid YAML: {error}") from error
     except RecipeError as error:

@@ -1,5 +1,6 @@
 """The Hugging Face Hub, and the only user of huggingface_hub; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` work as there."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ def download(repo: str, revision: str | None = None) -> Path:
     """Fetch a repository into the Hub cache and return its snapshot folder, whose name is the commit."""
     from huggingface_hub import snapshot_download
 
-    with _explained(repo, revision):
+    with _explained(repo, revision), _quiet_unless_terminal():
         return Path(snapshot_download(repo, revision=revision))
 
 
@@ -19,35 +20,50 @@ def download_file(repo: str, file: str, revision: str | None = None) -> Path:
     """Fetch one file of a repository into the Hub cache; its folder's name is the commit."""
     from huggingface_hub import hf_hub_download
 
-    with _explained(repo, revision):
+    with _explained(repo, revision, file), _quiet_unless_terminal():
         return Path(hf_hub_download(repo, file, revision=revision))
 
 
 @contextmanager
-def _explained(repo: str, revision: str | None) -> Iterator[None]:
+def _quiet_unless_terminal() -> Iterator[None]:
+    from huggingface_hub import utils
+
+    switch = not sys.stderr.isatty() and not utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
+    if switch:
+        utils.disable_progress_bars()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if switch:
+            utils.enable_progress_bars()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _explained(repo: str, revision: str | None, file: str | None = None) -> Iterator[None]:
     import httpx
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors as hub
 
     what = repo if revision is None else f"{repo} at {revision}"
     try:
         yield
-    except GatedRepoError as error:
+    except hub.GatedRepoError as error:
         raise RemoteError(f"{what} is gated", hint="Accept its terms on the Hub and set HF_TOKEN.") from error
-    except RepositoryNotFoundError as error:
+    except hub.RepositoryNotFoundError as error:
         hint = "Check the spelling; for a private repository set HF_TOKEN; a local folder must exist."
         raise RemoteError(f"there is no repository {repo} on the Hub, or it is private", hint=hint) from error
-    except RevisionNotFoundError as error:
-        raise RemoteError(f"{repo} has no revision {revision}") from error
-    except HFValidationError as error:
-        raise RemoteError(f"{repo!r} is neither a folder nor a Hub repository id", hint=str(error)) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except hub.RevisionNotFoundError as error:
+        hint = "Give a branch, a tag or a commit of the repository."
+        raise RemoteError(f"{repo} has no revision {revision}", hint=hint) from error
+    except hub.HFValidationError as error:
+        raise RemoteError(f"{repo!r} is neither a folder nor a Hub repository id", hint=_first_line(error)) from error
+    except hub.RemoteEntryNotFoundError as error:
+        raise RemoteError(f"{what} has no {file or 'such file'}", hint="Is it a model repository?") from error
+    except (hub.LocalEntryNotFoundError, hub.HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
         raise RemoteError(
-            f"{what} could not be fetched: {error}", hint="Run again: files that are complete are not fetched twice."
+            f"{what} could not be fetched: {_first_line(error.__cause__ or error)}",
+            hint="Check the connection and HF_ENDPOINT, and run again: complete files are not fetched twice.",
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""The structure that the README draws: imports only go down, each library has one user, files and functions stay short."""
+"""The structure that the README draws: imports only go down, each library has one user, files stay short."""
 
 import ast
 from pathlib import Path

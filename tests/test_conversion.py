@@ -65,7 +65,9 @@ def test_the_rest_keeps_its_bytes(toy: Path, toy_int4: Path) -> None:
     """Outside the experts and kv_b_proj every tensor is the source's, byte for byte; block scales get the CT name."""
     source, output = load(toy), load(toy_int4)
 
-    kept = {name: name.replace("_scale_inv", "_scale") for name in source if ".experts." not in name and "kv_b" not in name}
+    kept = {
+        name: name.replace("_scale_inv", "_scale") for name in source if ".experts." not in name and "kv_b" not in name
+    }
     assert len(kept) > 60
     for name, new_name in kept.items():
         assert same(output[new_name], source[name]), name
@@ -169,7 +171,11 @@ def test_scale_is_in_its_weights_shard(toy: Path, toy_int4: Path) -> None:
     before = json.loads((toy / "model.safetensors.index.json").read_text())["weight_map"]
     after = json.loads((toy_int4 / "model.safetensors.index.json").read_text())["weight_map"]
 
-    apart = [name for name in before if name.endswith("_scale_inv") and before[name] != before[name.removesuffix("_scale_inv")]]
+    apart = [
+        name
+        for name in before
+        if name.endswith("_scale_inv") and before[name] != before[name.removesuffix("_scale_inv")]
+    ]
     assert apart
     assert all(after[name] == after[name.replace("_packed", "_scale")] for name in after if name.endswith("_packed"))
     assert all(after[f"{name}_scale"] == after[name] for name in after if f"{name}_scale" in after)
@@ -215,7 +221,14 @@ def test_preview_predicts_the_sizes(toy: Path, tmp_path: Path) -> None:
 def test_side_files(make_toy: ToyMaker, tmp_path: Path) -> None:
     """Tokenizer, templates, configs, code and licence go along byte for byte; old weights and indexes do not."""
     source = make_toy()
-    wanted = ("chat_template.jinja", "generation_config.json", "modeling_x.py", "LICENSE", "tokenizer.model", "tokenizer.json")
+    wanted = (
+        "chat_template.jinja",
+        "generation_config.json",
+        "modeling_x.py",
+        "LICENSE",
+        "tokenizer.model",
+        "tokenizer.json",
+    )
     unwanted = ("pytorch_model.bin", "hf_quant_config.json", "old.gguf", "pytorch_model.bin.index.json", "README.md")
     for name in (*wanted, *unwanted):
         (source / name).write_bytes(name.encode() + b"\r\n\xff")
@@ -229,7 +242,7 @@ def test_side_files(make_toy: ToyMaker, tmp_path: Path) -> None:
 
 
 def test_symlinked_cache_is_read_through(toy: Path, toy_int4: Path, tmp_path: Path) -> None:
-    """A snapshot of links into a blob folder converts alike, its output holds no links, and the blobs stay as they were."""
+    """A snapshot of links into a blob folder converts alike, its output holds no links, and the blobs stay."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     for number, path in enumerate(sorted(toy.iterdir())):
@@ -286,7 +299,7 @@ def _floor_grid(tensors: dict[str, torch.Tensor]) -> None:
 def test_damaged_source_is_refused_by_name(
     make_toy: ToyMaker, tmp_path: Path, damage: Callable[[dict[str, torch.Tensor]], None], named: str
 ) -> None:
-    """A NaN, an unsound or missing scale and a grid with a row too few are refused, and no folder that loads is left."""
+    """A NaN, an unsound or missing scale and a grid one row short are refused, and no folder that loads is left."""
     with pytest.raises(SourceError) as caught:
         quantkit.convert(make_toy(damage), tmp_path / "out")
 
@@ -355,10 +368,8 @@ def test_converted_source_is_refused(toy_int4: Path, tmp_path: Path) -> None:
         quantkit.convert(toy_int4, tmp_path / "out")
 
 
-def test_failed_run_leaves_nothing_that_loads(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that is full in the middle gives an error with the file and a hint, and no partial file has a final name."""
+def test_failed_run_leaves_nothing_that_loads(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up gives an error with the file and a hint, and no partial file has a final name."""
     calls = []
     write = os.pwrite
 

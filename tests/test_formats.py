@@ -37,7 +37,7 @@ def test_int4_packing_equals_compressed_tensors(shape: tuple[int, int]) -> None:
 
 
 def test_int4_scale_and_codes_by_hand() -> None:
-    """With a largest magnitude of 7.5 the scale is 1, codes are the nearest integers, ties go to even, ends are clamped."""
+    """With a largest magnitude of 7.5 the scale is 1; codes are the nearest integers, ties even, ends clamped."""
     row = [7.5, -7.5, 0.5, 1.5, 2.5, -0.5, -1.5, 6.6] + [0.0] * 24
 
     codes, scale = int4.quantize(torch.tensor([row]), 32)

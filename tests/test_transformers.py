@@ -1,4 +1,4 @@
-"""The converted checkpoint is still the model: transformers' logits on it against those on weights decoded by `formats`."""
+"""The converted checkpoint is still the model: transformers' logits on it, and on weights decoded by `formats`."""
 
 import json
 import shutil
@@ -115,7 +115,7 @@ def quantize_activations(module: torch.nn.Module, args: tuple[torch.Tensor]) -> 
 
 
 def test_mixed_with_activation_quantization(glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
-    """As shipped, transformers quantizes the inputs of the FP8 modules, and of no other: simulated, the logits agree."""
+    """As shipped, transformers quantizes the inputs of the FP8 modules and no others: simulated, the logits agree."""
     folder = glm_tiny_converted["glm-5.2-int4"]
     fp8_modules = {
         name.removesuffix(".weight")
@@ -160,7 +160,9 @@ def test_a_model_is_itself(glm_tiny: Path, glm_tiny_converted: dict[str, Path]) 
     assert report.candidate_bits_per_byte == report.baseline_bits_per_byte
 
 
-def test_bits_per_byte_counts_the_scored_bytes(glm_tiny: Path, glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
+def test_bits_per_byte_counts_the_scored_bytes(
+    glm_tiny: Path, glm_tiny_converted: dict[str, Path], tmp_path: Path
+) -> None:
     """The bytes are those of the text that the scored tokens stand for, so that they add up to the text's."""
     text = (glm_tiny / "heldout.txt").read_text(encoding="utf-8")[:3000]
     (tmp_path / "text").write_text(text, encoding="utf-8")

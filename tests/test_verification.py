@@ -27,7 +27,7 @@ def copy(toy_int4: Path, tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], holding: str) -> None:
-    """Rewrite the shard that holds the tensor `holding`, index and manifest kept in step, so that only values are wrong."""
+    """Rewrite the shard that holds the tensor `holding`, manifest kept in step, so that only values are wrong."""
     shard = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][holding]
     tensors = load_file(folder / shard)
     change(tensors)
@@ -146,7 +146,9 @@ def _no_quantization(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [_drop_ignore, _drop_fp8_group, _other_group_size, _no_quantization])
-def test_config_that_does_not_predict_the_tensors_is_found(copy: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_config_that_does_not_predict_the_tensors_is_found(
+    copy: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
     """A config whose groups, group size or ignore list do not give the tensors on disk fails, naming a module."""
     edit_json(copy, "config.json", change)
 
@@ -225,7 +227,7 @@ def _wrong_decoding(tensors: dict[str, torch.Tensor]) -> None:
 def test_differences_from_the_source_are_found(
     toy: Path, copy: Path, change: Callable[[dict[str, torch.Tensor]], None], name: str, check: str
 ) -> None:
-    """One code that is not nearest, one wrongly decoded number and one changed copy are found against the source only."""
+    """One code that is not nearest, one wrongly decoded number and one changed copy are found by comparing."""
     edit(copy, change, name)
 
     assert quantkit.verify(copy).passed
@@ -258,9 +260,7 @@ def test_scale_without_weight_is_found(toy: Path, copy: Path) -> None:
         del tensors[f"{EXPERT}.weight_scale"]
 
     edit(copy, drop, f"{EXPERT}.weight_scale")
-    edit_json(
-        copy, "model.safetensors.index.json", lambda index: index["weight_map"].pop(f"{EXPERT}.weight_scale")
-    )
+    edit_json(copy, "model.safetensors.index.json", lambda index: index["weight_map"].pop(f"{EXPERT}.weight_scale"))
 
     assert f"{EXPERT}.weight_scale" in failed(quantkit.verify(copy, toy))["headers"]
 

@@ -1,22 +1,26 @@
 """How vLLM, SGLang and transformers decide which config group a module belongs to.
 
-A plan proves with these rules that the config alone gives every module the format that is on disk. All three match
-names before classes, and a regex with `re.match`; they differ in the names of the modules that they build:
+A plan proves with these rules that the config alone gives every module the format that is on disk. All three test
+`ignore` first, then targets by name (exact, or `re:` with `re.match`) in the order of the groups, and know `Linear` as
+a class. They differ in the names of the modules that they build and in the order of the tests:
 
-    vLLM 0.33      `gate_up_proj` and `fused_qkv_a_proj`, each ignored if its own name or all of its members' match;
-                   a mix of members is an error (compressed_tensors/utils.py:53-70, config_utils.py:384-420)
-    SGLang 0.5.23  `gate_up_proj` under that name only, `fused_qkv_a_proj_with_mqa` also by members; an entry matches
-                   a dotted suffix too; the MTP layer runs under the prefix `model.decoder.`; a module with neither
-                   target nor ignore is an error (compressed_tensors/utils.py)
-    transformers   the checkpoint's own names (compressed-tensors 0.19, utils/match.py)
+    vLLM 0.33      builds `gate_up_proj` and `fused_qkv_a_proj`; looks for the built name, then for all of its members,
+                   then for the class (compressed_tensors/utils.py, config_utils.py: find_matching_patterns)
+    SGLang 0.5.23  builds `gate_up_proj`, known by that name only, and `fused_qkv_a_proj_with_mqa`, which is ignored by
+                   its members only; looks for the built name, then for the class; a plain `ignore` entry matches a
+                   dotted suffix; the MTP layer runs under `model.decoder.`; a module without any match is an error
+                   (compressed_tensors/utils.py, models/deepseek_v2.py, deepseek_nextn.py)
+    transformers   builds the checkpoint's own modules (compressed-tensors 0.19, utils/match.py)
+
+Both engines look up the experts of a layer by the names of expert 0.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
+from quantkit.errors import EngineError
 from quantkit.naming import Role, TensorName
 
 # What every engine builds as a quantizable Linear; a router or an embedding never takes a scheme from the config.
@@ -38,18 +42,22 @@ _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "fused_qkv_a_proj": ("q_a_
 
 @dataclass(frozen=True)
 class Engine:
-    """The naming habits of one engine.
+    """The habits of one engine.
 
-    fused             checkpoint fusion -> the name that the engine builds; a fusion not listed is not fused
-    by_members        the built names that are also looked up by their members
-    matches_suffix    whether a plain entry matches a dotted suffix of the name
-    mtp_prefix        what replaces `model.layers.N` for the MTP layer
+    fused                 checkpoint fusion -> the name that the engine builds; a fusion not listed is not fused
+    expanded              the built names that are also looked up by their members
+    ignores_members_only  whether `ignore` is tested against an expanded module's members and not against its own name
+    class_before_members  whether the class `Linear` is tested before the members
+    ignores_suffix        whether a plain `ignore` entry matches a dotted suffix of the name
+    mtp_prefix            what stands for `model.layers.N` in the MTP layer
     """
 
     name: str
     fused: Mapping[str, str] = field(default_factory=dict)
-    by_members: frozenset[str] = frozenset()
-    matches_suffix: bool = False
+    expanded: frozenset[str] = frozenset()
+    ignores_members_only: bool = False
+    class_before_members: bool = False
+    ignores_suffix: bool = False
     mtp_prefix: str | None = None
 
 
@@ -57,13 +65,15 @@ ENGINES = (
     Engine(
         "vLLM",
         fused={"gate_up_proj": "gate_up_proj", "fused_qkv_a_proj": "fused_qkv_a_proj"},
-        by_members=frozenset({"gate_up_proj", "fused_qkv_a_proj"}),
+        expanded=frozenset({"gate_up_proj", "fused_qkv_a_proj"}),
     ),
     Engine(
         "SGLang",
         fused={"gate_up_proj": "gate_up_proj", "fused_qkv_a_proj": "fused_qkv_a_proj_with_mqa"},
-        by_members=frozenset({"fused_qkv_a_proj_with_mqa"}),
-        matches_suffix=True,
+        expanded=frozenset({"fused_qkv_a_proj_with_mqa"}),
+        ignores_members_only=True,
+        class_before_members=True,
+        ignores_suffix=True,
         mtp_prefix="model.decoder",
     ),
     Engine("transformers"),
@@ -77,20 +87,23 @@ class ConfigMatcher:
         self.engine = engine
         self.num_hidden_layers = num_hidden_layers
         self.groups: dict[str, Mapping[str, Any]] = dict(quantization_config["config_groups"])
-        self._ignore = self._pattern(quantization_config.get("ignore", ()))
-        self._targets = {key: self._pattern(group["targets"]) for key, group in self.groups.items()}
+        self._ignore = _pattern(quantization_config.get("ignore", ()), engine.ignores_suffix)
+        self._targets = {key: _pattern(group["targets"]) for key, group in self.groups.items()}
+        self._class_group = next((key for key, group in self.groups.items() if "Linear" in group["targets"]), None)
 
     def group(self, name: TensorName) -> str | None:
         """The key of the group that the module of `name` belongs to, or None when it is left unquantized.
 
-        A module that neither an ignore entry nor a target covers is left unquantized by vLLM and transformers and is
-        an error in SGLang; it is reported as None, so give the plan's configs a catch-all target.
+        Raises EngineError, naming the module, where the engine refuses the config: a fused module of which only some
+        members are ignored.
         """
-        names = self._built_names(name)
-        if self._matches(self._ignore, names):
+        built, members = self._built(name)
+        if self._ignored(built, members):
             return None
-        by_name = (key for key, pattern in self._targets.items() if self._matches(pattern, names))
-        return next(by_name, self._class_group)
+        by_members = self._by_members(members)
+        by_class = self._class_group
+        last = (by_class, by_members) if self.engine.class_before_members else (by_members, by_class)
+        return next((key for key in (self._by_name(built), *last) if key is not None), None)
 
     def leaves(self, name: TensorName) -> frozenset[str]:
         """The leaves that the engine expects on disk for the weight of the module of `name`."""
@@ -101,31 +114,43 @@ class ConfigMatcher:
             return frozenset({"weight_packed", "weight_scale", "weight_shape"})
         return frozenset({"weight", "weight_scale"})
 
-    @cached_property
-    def _class_group(self) -> str | None:
-        return next((key for key, group in self.groups.items() if "Linear" in group["targets"]), None)
-
-    def _built_names(self, name: TensorName) -> tuple[tuple[str, ...], ...]:
-        """The names by which the engine looks: one is enough, and a tuple of members counts only as a whole."""
+    def _built(self, name: TensorName) -> tuple[str, tuple[str, ...]]:
+        """The name of the module that the engine builds, and its members' names if it looks these up, too."""
         module = name.module
-        if self.engine.mtp_prefix and name.layer is not None and name.layer >= self.num_hidden_layers:
+        if self.engine.mtp_prefix and name.is_mtp(self.num_hidden_layers):
             module = re.sub(r"^.*?layers\.\d+", self.engine.mtp_prefix, module)
         parent = module.rpartition(".")[0]
         fusion = (name.fused_module or "").rpartition(".")[2]
         if fusion not in self.engine.fused:
-            return ((module,),)
+            return module, ()
         built = self.engine.fused[fusion]
-        members = tuple(f"{parent}.{member}" for member in _MEMBERS[fusion])
-        return ((f"{parent}.{built}",), *((members,) if built in self.engine.by_members else ()))
+        members = _MEMBERS[fusion] if built in self.engine.expanded else ()
+        return f"{parent}.{built}", tuple(f"{parent}.{member}" for member in members)
 
-    def _matches(self, pattern: re.Pattern[str], names: tuple[tuple[str, ...], ...]) -> bool:
-        return any(all(pattern.match(name) for name in alternative) for alternative in names)
+    def _ignored(self, built: str, members: tuple[str, ...]) -> bool:
+        by_itself = bool(self._ignore.match(built))
+        if not members:
+            return by_itself
+        ignored = [member for member in members if self._ignore.match(member)]
+        if by_itself and not self.engine.ignores_members_only:
+            return True
+        if 0 < len(ignored) < len(members):
+            raise EngineError(f"{self.engine.name} refuses {built}: its config ignores only {', '.join(ignored)}")
+        return bool(ignored)
 
-    def _pattern(self, entries: Any) -> re.Pattern[str]:
-        """One regex for all entries: `re:` ones as they are, plain ones as exact names (or suffixes)."""
-        before = r"(?:.*\.)?" if self.engine.matches_suffix else ""
-        parts = [
-            f"(?:{entry.removeprefix('re:')})" if entry.startswith("re:") else f"(?:{before}{re.escape(entry)}$)"
-            for entry in entries
-        ]
-        return re.compile("|".join(parts) or r"(?!)")
+    def _by_name(self, name: str) -> str | None:
+        return next((key for key, pattern in self._targets.items() if pattern.match(name)), None)
+
+    def _by_members(self, members: tuple[str, ...]) -> str | None:
+        groups = [self._by_name(member) for member in members]
+        return groups[0] if groups and None not in groups else None
+
+
+def _pattern(entries: Iterable[str], suffix: bool = False) -> re.Pattern[str]:
+    """One regex for all entries: `re:` ones as they are, plain ones as whole names, or as dotted suffixes."""
+    before = r"(?:.*\.)?" if suffix else ""
+    parts = [
+        f"(?:{entry.removeprefix('re:')})" if entry.startswith("re:") else f"(?:{before}{re.escape(entry)}$)"
+        for entry in entries
+    ]
+    return re.compile("|".join(parts) or r"(?!)")

@@ -4,7 +4,6 @@ Shapes: `configuration_glm_moe_dsa.py` and `modeling_glm_moe_dsa.py` of transfor
 index of GLM-5.2-FP8 (118,629 tensors, 755,617,140,416 bytes).
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,20 +20,22 @@ def inventory(name: str, config_text: str) -> Source:
 
     Raises SourceError for a model type that is not known and for a config that lacks a key, naming it.
     """
-    config = json.loads(config_text)
+    config = Source(name, None, config_text, {}).config
     if config.get("model_type") not in _MODEL_TYPES:
         raise SourceError(
             f"{name}: the tensors of model type {config.get('model_type')!r} cannot be told from its config",
             hint=f"Known: {', '.join(_MODEL_TYPES)}. Give a folder with the weights instead.",
         )
-    model = _Glm(config)
-    num_layers = config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)
     try:
+        model = _Glm(config)
+        num_layers = config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)
         shards = {"model-top.safetensors": tuple(model.top())}
         for layer in range(num_layers):
             shards[f"model-layer-{layer:03}.safetensors"] = tuple(model.layer(layer))
     except KeyError as error:
         raise SourceError(f"{name}: its config has no {error.args[0]}, which its tensors' shapes need") from None
+    except (TypeError, ValueError, IndexError) as error:
+        raise SourceError(f"{name}: its config holds a value that makes no shape: {error}") from None
     tensors = {tensor.spec.name: tensor for shard, specs in shards.items() for tensor in lay_out(specs, shard)[1]}
     return Source(name, None, config_text, tensors)
 

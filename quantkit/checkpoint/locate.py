@@ -5,14 +5,14 @@ from pathlib import Path
 from quantkit import remote
 from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import CONFIG_FILE, Source, open_source
-from quantkit.errors import SourceError
+from quantkit.errors import SourceError, UsageError
 from quantkit.recipe import find_alias
 
 
 def open_model(model: str | Path, revision: str | None = None) -> Source:
     """Open the checkpoint called `model`, fetching it from the Hub if it is not a folder here."""
     name = str(model)
-    if Path(model).is_dir():
+    if _is_local(model, revision):
         return open_source(Path(model), name)
     repo, revision = _repository(name, revision)
     folder = remote.download(repo, revision)
@@ -22,12 +22,20 @@ def open_model(model: str | Path, revision: str | None = None) -> Source:
 def describe_model(model: str | Path, revision: str | None = None) -> Source:
     """The headers of the checkpoint called `model`, without its weights: a folder's own, else made from its config."""
     name = str(model)
-    if Path(model).is_dir():
+    if _is_local(model, revision):
         return open_source(Path(model), name)
     if alias := find_alias(name):
         return inventory(name, alias.config_text)
     repo, revision = _repository(name, revision)
     return inventory(name, remote.download_file(repo, CONFIG_FILE, revision).read_text(encoding="utf-8"))
+
+
+def _is_local(model: str | Path, revision: str | None) -> bool:
+    if not Path(model).is_dir():
+        return False
+    if revision is not None:
+        raise UsageError(f"{model} is a folder and has no revision {revision}", hint="Leave --revision out.")
+    return True
 
 
 def _repository(name: str, revision: str | None) -> tuple[str, str | None]:

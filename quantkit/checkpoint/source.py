@@ -97,8 +97,8 @@ def open_source(folder: Path, name: str | None = None, revision: str | None = No
     name = name or str(folder)
     if not folder.is_dir():
         raise SourceError(f"{name}: no such folder", hint="Give a folder, a model alias or a Hub repository id.")
-    config_text = _read_text(folder, CONFIG_FILE)
-    weight_map = _read_weight_map(folder)
+    config_text = _read_text(folder, CONFIG_FILE, name)
+    weight_map = _read_weight_map(folder, name)
     tensors: dict[str, StoredTensor] = {}
     warnings = []
     for shard in sorted(set(weight_map.values())):
@@ -147,16 +147,16 @@ def read_into(file: int, offset: int, buffer: memoryview) -> None:
         done += count
 
 
-def _read_weight_map(folder: Path) -> dict[str, str]:
+def _read_weight_map(folder: Path, name: str) -> dict[str, str]:
     if not (folder / INDEX_FILE).exists():
         if not (folder / SINGLE_FILE).exists():
             raise SourceError(
-                f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} is there",
+                f"{name}: neither {INDEX_FILE} nor {SINGLE_FILE} is there",
                 hint="Give the folder of a safetensors checkpoint.",
             )
         return {tensor.spec.name: SINGLE_FILE for tensor in read_header(folder / SINGLE_FILE)}
     try:
-        weight_map = json.loads(_read_text(folder, INDEX_FILE))["weight_map"]
+        weight_map = json.loads(_read_text(folder, INDEX_FILE, name))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{folder / INDEX_FILE}: no valid weight_map: {error}") from error
     for name, shard in weight_map.items():
@@ -165,10 +165,10 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def _read_text(folder: Path, file: str) -> str:
+def _read_text(folder: Path, file: str, name: str) -> str:
     try:
         return (folder / file).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SourceError(f"{folder}: {file} is missing", hint="Download the checkpoint again.") from None
+        raise SourceError(f"{name}: {file} is missing", hint="Download the checkpoint again.") from None
     except UnicodeDecodeError as error:
         raise SourceError(f"{folder / file}: not UTF-8 text: {error}") from error

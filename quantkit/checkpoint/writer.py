@@ -31,16 +31,9 @@ class OutputFolder:
     def create(cls, path: Path, needed_bytes: int, *, overwrite: bool = False) -> "OutputFolder":
         """Make the folder, or empty it when `overwrite` is set and it is one of ours.
 
-        Raises OutputError when it exists, when it is not ours to empty, and when the disk has less than `needed_bytes`.
+        Raises OutputError as `check` does, and when the disk has less than `needed_bytes`.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            if not overwrite:
-                raise OutputError(f"{path} exists and is not empty", hint="Choose another folder, or give --overwrite.")
-            if not (path / MANIFEST_FILE).exists() and not (path / WORK_FOLDER).exists():
-                raise OutputError(
-                    f"{path} was not written by quantkit; it is not overwritten",
-                    hint="Remove it yourself if you mean it.",
-                )
+        cls.check(path, overwrite=overwrite)
         existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         old_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.exists() else 0
         free = shutil.disk_usage(existing).free + old_bytes
@@ -54,6 +47,18 @@ class OutputFolder:
             folder._empty()
             folder.work.mkdir(parents=True)
         return folder
+
+    @staticmethod
+    def check(path: Path, *, overwrite: bool = False) -> None:
+        """Raise OutputError if `path` is in use and not to be overwritten, or not a folder that quantkit wrote."""
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return
+        if not overwrite:
+            raise OutputError(f"{path} exists and is not empty", hint="Choose another folder, or give --overwrite.")
+        if not (path / MANIFEST_FILE).exists() and not (path / WORK_FOLDER).exists():
+            raise OutputError(
+                f"{path} was not written by quantkit; it is not overwritten", hint="Remove it yourself if you mean it."
+            )
 
     @contextmanager
     def shard(self, name: str, size: int) -> Iterator[int]:

@@ -6,6 +6,7 @@ talk is on stderr. QUANTKIT_DEBUG=1 shows the traceback of a known error.
 
 import os
 import sys
+import traceback
 
 import typer
 
@@ -17,7 +18,12 @@ from quantkit.errors import QuantkitError
 
 app = typer.Typer(
     name="quantkit",
-    help="Quantize and convert checkpoints offline, and prove that the result is still the model.",
+    help=(
+        "Quantize and convert checkpoints offline, and prove that the result is still the model.\n\n"
+        "Examples:\n\n"
+        "quantkit convert ./GLM-5.2-FP8 --int4 -o ./GLM-5.2-INT4\n\n"
+        "quantkit verify ./GLM-5.2-INT4 --against ./GLM-5.2-FP8"
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,6 +52,6 @@ def main() -> None:
         from quantkit.console import show_error
 
         if os.environ.get("QUANTKIT_DEBUG") == "1":
-            raise
+            traceback.print_exc()
         show_error(error)
         sys.exit(error.exit_code)

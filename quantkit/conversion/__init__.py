@@ -70,9 +70,13 @@ def convert(
     start = time.monotonic()
     if workers < 1:
         raise UsageError(f"workers is {workers}; it must be at least 1")
+    chosen = _load(recipe)
+    _check_apart(Path(model), Path(output))
+    OutputFolder.check(Path(output), overwrite=overwrite)  # before anything is fetched
     source = open_model(model, revision)
-    plan = make_plan(source, choose_recipe(source, recipe, options))
-    _check_apart(source, Path(output))
+    if source.folder:
+        _check_apart(source.folder, Path(output))
+    plan = make_plan(source, choose_recipe(source, chosen, options))
     folder = OutputFolder.create(Path(output), plan.file_bytes, overwrite=overwrite)
     files = dict(_write_shards(plan, folder, workers, progress(source.nbytes) if progress else lambda done: None))
     for name, path in side_files(source):
@@ -93,15 +97,18 @@ def preview(
     revision: str | None = None,
 ) -> Manifest:
     """What `convert` would write, from a folder's headers, or from the config of an alias or a Hub repository."""
+    chosen = _load(recipe)
     source = describe_model(model, revision)
-    return _manifest(make_plan(source, choose_recipe(source, recipe, options)), {}, None)
+    return _manifest(make_plan(source, choose_recipe(source, chosen, options)), {}, None)
 
 
-def choose_recipe(source: Source, recipe: str | Path | Recipe | None, options: Options) -> Recipe:
-    """The recipe meant by `recipe` for `source`, with `options` applied."""
-    if recipe is None:
-        recipe = int4_recipe(source.name, source.model_type)
-    return options.apply(recipe if isinstance(recipe, Recipe) else load_recipe(recipe))
+def choose_recipe(source: Source, recipe: Recipe | None, options: Options) -> Recipe:
+    """`recipe`, or the INT4 one for `source`, with `options` applied."""
+    return options.apply(recipe or int4_recipe(source.name, source.model_type))
+
+
+def _load(recipe: str | Path | Recipe | None) -> Recipe | None:
+    return load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
 
 
 def _write_shards(
@@ -124,13 +131,11 @@ def _finished(name: str, nbytes: int, digest: Future[str]) -> tuple[str, File]:
     return name, File(nbytes, digest.result())
 
 
-def _check_apart(source: Source, output: Path) -> None:
+def _check_apart(source: Path, output: Path) -> None:
     """The output may be neither the source, nor inside it, nor around it, by any path or link."""
-    if source.folder is None:
-        return
-    ours, theirs = output.resolve(), source.folder.resolve()
-    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
-        raise OutputError(f"the output {output} and the source {source.folder} overlap", hint="Choose another output.")
+    ours, theirs = output.resolve(), source.resolve()
+    if source.is_dir() and (ours == theirs or ours in theirs.parents or theirs in ours.parents):
+        raise OutputError(f"the output {output} and the source {source} overlap", hint="Choose another output.")
 
 
 def _text_file(text: str) -> File:

@@ -19,7 +19,7 @@ from quantkit.checkpoint.pieces import Reader, byte_ranges
 from quantkit.checkpoint.source import INDEX_FILE, SINGLE_FILE, Source, read_header
 from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
-from quantkit.errors import QuantkitError
+from quantkit.errors import EngineError, QuantkitError
 from quantkit.naming import TensorName
 from quantkit.verification.findings import Findings
 
@@ -105,6 +105,8 @@ def check_config(checkpoint: Source, weights: Iterable[Weight], findings: Findin
             for weight in weights:
                 if problem := _config_problem(matcher, weight):
                     findings.problem("config", f"{engine.name}: {problem}")
+        except EngineError as error:
+            findings.problem("config", str(error))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             findings.problem("config", f"{KEY} is malformed: {error!r}")
     return None

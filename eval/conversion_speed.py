@@ -1,0 +1,168 @@
+"""`make bench`: how fast a conversion is, as a ratio to reading its input and writing as many bytes as its output.
+
+Both arms run in one run on the same made-up shards with GLM-5.2's shapes, start with cold caches (`posix_fadvise`) and
+end when the bytes are on the disk (`fsync`). A conversion is timed as a whole process, its start-up included.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quantkit.checkpoint.header import StoredTensor, lay_out
+from quantkit.checkpoint.inventory import inventory
+from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
+from quantkit.recipe import find_alias
+
+_PIECE_BYTES = 16 << 20
+_EXPERTS_IN_A_LAYER = 24  # so that a shard, which holds a layer, has about 1 GB
+_ARMS = {
+    "convert --int4 --scale minmax": ("--int4", "--scale", "minmax"),
+    "convert --bf16": ("--bf16",),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One arm: seconds of the whole process, its peak resident memory in bytes (0: not measured), bytes written."""
+
+    seconds: float
+    peak_bytes: int
+    written_bytes: int
+
+
+def make_source(folder: Path, size: int) -> int:
+    """Write a GLM-5.2 FP8 checkpoint of about `size` bytes with random numbers into `folder`; returns its exact size.
+
+    Expert matrices have their real shapes, 2048 x 6144 and 6144 x 2048; layers, experts and vocabulary are few.
+    """
+    alias = find_alias("glm-5.2")
+    assert alias is not None
+    config = json.loads(alias.config_text)
+    expert_bytes = 3 * config["moe_intermediate_size"] * config["hidden_size"]
+    layers = max(round(size / (_EXPERTS_IN_A_LAYER + 5) / expert_bytes), 1)  # attention and shared expert: about 5
+    config |= {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": 0,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": min(_EXPERTS_IN_A_LAYER, max(size // layers // expert_bytes - 5, 1)),
+        "vocab_size": 1024,
+        "indexer_types": ["full"] * layers,
+    }
+    source = inventory("bench", json.dumps(config))
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+    weight_map = {name: tensor.shard for name, tensor in source.tensors.items()}
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": source.nbytes}, "weight_map": weight_map}))
+    for shard in source.shards:
+        _write_shard(folder / shard, [tensor for tensor in source.tensors.values() if tensor.shard == shard])
+    return source.nbytes
+
+
+def _write_shard(path: Path, tensors: list[StoredTensor]) -> None:
+    generator = np.random.default_rng(0)
+    header, places = lay_out([tensor.spec for tensor in tensors], path.name)
+    with path.open("wb") as file:
+        file.write(header)
+        for place in places:
+            if place.spec.dtype == "F8_E4M3":
+                data = generator.integers(0, 0x7F, place.spec.nbytes, dtype=np.uint8)
+                data |= generator.integers(0, 2, place.spec.nbytes, dtype=np.uint8) << 7
+            elif place.spec.dtype == "F32":
+                data = generator.uniform(1e-5, 1e-3, place.spec.nbytes // 4).astype(np.float32).view(np.uint8)
+            else:
+                data = np.zeros(place.spec.nbytes, np.uint8)
+            file.write(data.data)
+        os.fsync(file.fileno())
+
+
+def time_conversion(source: Path, output: Path, options: tuple[str, ...]) -> Timing:
+    """Time `quantkit convert` as a process of its own."""
+    drop_caches(source)
+    command = [sys.executable, "-m", "quantkit.cli", "convert", str(source), "-o", str(output), "--json", *options]
+    start = time.monotonic()
+    with (output.parent / "convert.log").open("w") as log:
+        child = os.posix_spawn(
+            sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, log.fileno(), 1)]
+        )
+        _, status, usage = os.wait4(child, 0)
+    seconds = time.monotonic() - start
+    if status:
+        raise RuntimeError(f"{' '.join(command)} failed")
+    return Timing(seconds, usage.ru_maxrss * 1024, sum(path.stat().st_size for path in output.iterdir()))
+
+
+def time_reading_and_writing(source: Path, output: Path, out_bytes: int) -> Timing:
+    """Time reading all shards of `source` and writing `out_bytes`, piece by piece, one after the other."""
+    drop_caches(source)
+    shards = sorted(source.glob("*.safetensors"))
+    ratio = out_bytes / sum(path.stat().st_size for path in shards)
+    start = time.monotonic()
+    written = 0
+    with output.open("wb", buffering=0) as out:
+        for piece in _pieces(shards):
+            count = min(round(len(piece) * ratio), out_bytes - written)
+            for begin in range(0, count, len(piece)):
+                written += out.write(piece[: min(len(piece), count - begin)])
+        os.fsync(out.fileno())
+    return Timing(time.monotonic() - start, 0, written)
+
+
+def _pieces(paths: list[Path]) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                yield buffer[:count]
+
+
+def drop_caches(folder: Path) -> None:
+    """Take the files of `folder` out of the page cache."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    """Run all arms and print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size-gb", type=float, default=4.0, help="size of the made-up checkpoint (default 4)")
+    parser.add_argument("--folder", type=Path, default=Path("build"), help="where to work (default build)")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="bench-", dir=arguments.folder))
+    try:
+        nbytes = make_source(work / "source", round(arguments.size_gb * 1e9))
+        sys.stdout.write(f"{nbytes:,} bytes of FP8 input\n\n")
+        sys.stdout.write(
+            "| arm | seconds | MB/s of input | times read + write | peak memory MB |\n|---|---|---|---|---|\n"
+        )
+        for name, options in _ARMS.items():
+            timing = time_conversion(work / "source", work / "output", options)
+            shutil.rmtree(work / "output")
+            limit = time_reading_and_writing(work / "source", work / "copy", timing.written_bytes)
+            (work / "copy").unlink()
+            _print_row(f"read + write {limit.written_bytes / 1e9:.2f} GB", limit, limit, nbytes)
+            _print_row(name, timing, limit, nbytes)
+    finally:
+        shutil.rmtree(work)
+
+
+def _print_row(name: str, timing: Timing, limit: Timing, nbytes: int) -> None:
+    speed, ratio = nbytes / timing.seconds / 1e6, timing.seconds / limit.seconds
+    memory = f"{timing.peak_bytes / 1e6:.0f}" if timing.peak_bytes else ""
+    sys.stdout.write(f"| {name} | {timing.seconds:.2f} | {speed:.0f} | {ratio:.2f} | {memory} |\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""A Hub on loopback: serves local folders as model repositories to the real huggingface_hub client, and fails at will.
+
+    with HubServer() as hub:
+        commit = hub.add("owner/name", folder)
+        hub.fail("/model.safetensors", status=500, method="GET")
+        ...  # a process that runs with HF_ENDPOINT=hub.endpoint and HF_HUB_DISABLE_XET=1
+
+    GET        /api/models/{id}/revision/{revision}    what a revision is: its commit and files
+    GET        /api/models/{id}/tree/{revision}        its files with sizes and hashes
+    HEAD, GET  /{id}/resolve/{revision}/{path}         a file, whole or from a byte on
+
+A request is answered by the row of `_ROUTES` that it matches; another endpoint is another row and another method of
+`_Handler`. Refusals carry the codes of the Hub in X-Error-Code, by which the client chooses its exception.
+"""
+
+import hashlib
+import json
+import re
+import sys
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+_LFS_SUFFIXES = (".safetensors", ".bin")
+_LFS_POINTER_BYTES = 134
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a repository: the large ones are named by their sha256, the others by their git blob's hash."""
+
+    path: Path
+    name: str
+
+    @cached_property
+    def data(self) -> bytes:
+        """The file's bytes, as they were when they were first asked for."""
+        return self.path.read_bytes()
+
+    @cached_property
+    def sha256(self) -> str | None:
+        """The hash of a large file; None for one that git holds itself."""
+        return hashlib.sha256(self.data).hexdigest() if self.name.endswith(_LFS_SUFFIXES) else None
+
+    @cached_property
+    def blob_id(self) -> str:
+        """The hash by which git knows the file."""
+        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
+
+    def entry(self) -> dict[str, Any]:
+        """The file as a tree lists it."""
+        size = len(self.data)
+        lfs = {"lfs": {"oid": self.sha256, "size": size, "pointerSize": _LFS_POINTER_BYTES}} if self.sha256 else {}
+        return {"type": "file", "oid": self.blob_id, "size": size, "path": self.name, **lfs}
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of one commit; `revisions` are its branches and tags."""
+
+    name: str
+    files: dict[str, File]
+    revisions: frozenset[str]
+    gated: bool
+
+    @cached_property
+    def commit(self) -> str:
+        """The hash of all that the repository holds."""
+        content = [self.name, *(f"{file.name} {file.blob_id}" for file in self.files.values())]
+        return hashlib.sha1("\n".join(content).encode()).hexdigest()
+
+    def has(self, revision: str) -> bool:
+        """Whether `revision` is the commit or a name of it."""
+        return revision == self.commit or revision in self.revisions
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that came in: the path without the query, the headers by their names in lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+
+
+@dataclass
+class _Fault:
+    ending: str
+    method: str | None
+    status: int | None  # None cuts the body after `keep` bytes
+    keep: int
+    left: int
+
+
+@dataclass
+class _State:
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+    faults: list[_Fault] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, request: Request) -> _Fault | None:
+        """Remember a request, and use up a fault that waits for it."""
+        with self.lock:
+            self.requests.append(request)
+            for fault in self.faults:
+                if fault.left and fault.method in (None, request.method) and request.path.endswith(fault.ending):
+                    fault.left -= 1
+                    return fault
+        return None
+
+
+class HubServer:
+    """The server; a context manager that serves until it is left and raises what went wrong in it."""
+
+    def __init__(self) -> None:
+        self._state = _State()
+        self._server = _Server(("127.0.0.1", 0), partial(_Handler, self._state), self._state)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+
+    def __enter__(self) -> "HubServer":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        if self._state.errors and error is None:
+            raise self._state.errors[0]
+
+    @property
+    def endpoint(self) -> str:
+        """What HF_ENDPOINT must be."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All requests that came in, in order."""
+        with self._state.lock:
+            return tuple(self._state.requests)
+
+    def add(self, name: str, folder: Path, *, revisions: tuple[str, ...] = ("main",), gated: bool = False) -> str:
+        """Serve the files of `folder` as the repository `name`, and return its commit."""
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = [File(path, path.relative_to(folder).as_posix()) for path in paths]
+        repository = Repository(name, {file.name: file for file in files}, frozenset(revisions), gated)
+        self._state.repositories[name] = repository
+        return repository.commit
+
+    def fail(self, ending: str, *, status: int, times: int = 1, method: str | None = None) -> None:
+        """Answer the next `times` requests whose path ends in `ending` with `status`."""
+        self._state.faults.append(_Fault(ending, method, status, 0, times))
+
+    def cut(self, ending: str, *, keep: int, times: int = 1) -> None:
+        """Send `keep` bytes of the next `times` bodies of a path that ends in `ending`, then close the connection."""
+        self._state.faults.append(_Fault(ending, "GET", None, keep, times))
+
+    def heal(self) -> None:
+        """Forget all faults."""
+        self._state.faults.clear()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: Any, state: _State) -> None:
+        super().__init__(address, handler)
+        self.state = state
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keep what went wrong for the test; a client that goes away is no fault."""
+        error = sys.exception()
+        if error is not None and not isinstance(error, ConnectionError):
+            self.state.errors.append(error)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def __init__(self, state: _State, *arguments: Any) -> None:
+        self.state = state
+        self.fault: _Fault | None = None
+        super().__init__(*arguments)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing: the tests read `HubServer.requests`."""
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        self.fault = self.state.note(
+            Request(self.command, path, {name.lower(): value for name, value in self.headers.items()})
+        )
+        if self.fault and self.fault.status:
+            self._send(self.fault.status)
+            return
+        for method, pattern, answer in _ROUTES:
+            if method == self.command and (match := pattern.fullmatch(path)):
+                answer(self, **{key: unquote(value) for key, value in match.groupdict().items()})
+                return
+        self._send(404)
+
+    do_HEAD = do_GET
+
+    def revision(self, repo: str, revision: str) -> None:
+        if repository := self._find(repo, revision):
+            siblings = [{"rfilename": name} for name in repository.files]
+            self._send_json({"id": repo, "sha": repository.commit, "siblings": siblings, "gated": repository.gated})
+
+    def tree(self, repo: str, revision: str) -> None:
+        if repository := self._find(repo, revision):
+            self._send_json([file.entry() for file in repository.files.values()])
+
+    def resolve(self, repo: str, revision: str, name: str) -> None:
+        repository = self._find(repo, revision)
+        if repository is None:
+            return
+        commit = {"X-Repo-Commit": repository.commit}
+        if repository.gated:  # its files only: everyone may read what it is and holds
+            self._refuse(403, "GatedRepo", commit)
+        elif name not in repository.files:
+            self._refuse(404, "EntryNotFound", commit)
+        else:
+            self._send_file(repository.files[name], commit)
+
+    def _find(self, name: str, revision: str) -> Repository | None:
+        repository = self.state.repositories.get(name)
+        if repository is None:
+            self._refuse(404, "RepoNotFound", {})
+        elif not repository.has(revision):
+            self._refuse(404, "RevisionNotFound", {})
+        else:
+            return repository
+        return None
+
+    def _send_file(self, file: File, headers: dict[str, str]) -> None:
+        size = len(file.data)
+        headers |= {"ETag": f'"{file.blob_id}"', "Accept-Ranges": "bytes"}
+        if file.sha256:
+            headers |= {"X-Linked-Etag": f'"{file.sha256}"', "X-Linked-Size": str(size)}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted is None:
+            self._send(200, file.data, headers)
+            return
+        begin, end = int(wanted[1]), min(int(wanted[2] or size - 1) + 1, size)
+        if begin >= end:
+            self._send(416, headers=headers | {"Content-Range": f"bytes */{size}"})
+        else:
+            self._send(206, file.data[begin:end], headers | {"Content-Range": f"bytes {begin}-{end - 1}/{size}"})
+
+    def _send_json(self, content: Any) -> None:
+        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _refuse(self, status: int, code: str, headers: dict[str, str]) -> None:
+        self._send(status, headers=headers | {"X-Error-Code": code, "X-Error-Message": HTTPStatus(status).phrase})
+
+    def _send(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.fault and self.fault.status is None:
+            body = body[: self.fault.keep]
+            self.close_connection = True
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+_REPO = r"(?P<repo>[^/]+/[^/]+)"
+_REVISION = r"(?P<revision>[^/]+)"
+_ROUTES = (
+    ("GET", re.compile(rf"/api/models/{_REPO}/revision/{_REVISION}"), _Handler.revision),
+    ("GET", re.compile(rf"/api/models/{_REPO}/tree/{_REVISION}"), _Handler.tree),
+    ("HEAD", re.compile(rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)"), _Handler.resolve),
+    ("GET", re.compile(rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)"), _Handler.resolve),
+)
