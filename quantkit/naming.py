@@ -110,7 +110,7 @@ class TensorName:
 
     def is_mtp(self, num_hidden_layers: int) -> bool:
         """Whether the module belongs to a multi-token-prediction layer, which come after the main layers."""
-        return self.layer is not None and self.layer >= num_hidden_layers
+        return self.layer is not None and self.layer >= num_hidden_layers and self.role is not Role.VISION
 
     @property
     def fused_module(self) -> str | None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from quantkit.checkpoint.config import int4_config, splice
-from quantkit.checkpoint.engines import ENGINES, LINEAR_ROLES, ConfigMatcher
+from quantkit.checkpoint.engines import ENGINES, ConfigMatcher, is_linear
 from quantkit.checkpoint.header import StoredTensor, TensorSpec, lay_out
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import Encoding, Weight, fp8_block_specs, int4_specs, read_weights
@@ -130,7 +130,7 @@ def check_config(steps: Iterable[Step], quantization_config: Mapping[str, Any], 
 
     One expert stands for all of its layer: they have one format, and no pattern of ours holds an expert's number.
     """
-    checked = [step for step in steps if step.weight.name.role in LINEAR_ROLES and not step.weight.name.expert]
+    checked = [step for step in steps if is_linear(step.weight) and not step.weight.name.expert]
     for engine in ENGINES:
         matcher = ConfigMatcher(quantization_config, engine, num_hidden_layers)
         for step in checked:
@@ -164,10 +164,10 @@ def _int4_outputs(weight: Weight, treatment: Treatment) -> tuple[TensorSpec, ...
             f"{name} is {weight.label}; INT4 is made from FP8 block weights",
             hint="Convert the FP8 release of the model.",
         )
-    for size, what in ((weight.shape[1], f"the {weight.shape[1]} columns"), (weight.block[1], "the FP8 block")):
+    for size, what in ((weight.shape[1], "columns"), (weight.block[1], "columns of an FP8 block")):
         if size % group_size:
             raise PlanError(
-                f"{name}: the group size {group_size} does not divide {what} of {list(weight.shape)}",
+                f"{name}: the group size {group_size} does not divide the {size} {what}",
                 hint="Choose a smaller --group-size.",
             )
     return int4_specs(name.module, (weight.shape[0], weight.shape[1]), group_size)
@@ -192,8 +192,11 @@ def _quantization_config(source: Source, recipe: Recipe, steps: Iterable[Step]) 
     group_sizes = {step.treatment.group_size for step in steps if step.treatment.group_size}
     kept = [step.weight for step in steps if len(step.outputs) == 2]
     if not group_sizes:
-        if kept:
-            raise PlanError(f"the recipe {recipe.name} changes nothing in {source.name}: no weight would become INT4")
+        if kept or any(rule.treatment.scheme is Scheme.INT4 for rule in recipe.rules):
+            raise PlanError(
+                f"the recipe {recipe.name} finds no weight in {source.name} to make INT4",
+                hint="quantkit inspect shows what the checkpoint holds.",
+            )
         return None
     if len(group_sizes) > 1:
         raise PlanError(f"the recipe {recipe.name} mixes the group sizes {sorted(group_sizes)}; engines take one")

@@ -51,7 +51,7 @@ class Treatment:
         if self.scheme is not Scheme.INT4:
             if self.group_size is not None or self.scale is not None:
                 raise RecipeError(f"group_size and scale belong to the scheme int4, not to {self.scheme}")
-        elif self.group_size not in GROUP_SIZES:
+        elif type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
             raise RecipeError(f"group_size is {self.group_size}; the engines take {', '.join(map(str, GROUP_SIZES))}")
         elif self.scale is None:
             raise RecipeError(f"the scheme int4 needs a scale: {', '.join(ScaleMethod)}")
@@ -108,7 +108,12 @@ class Recipe:
             }
             for rule in self.rules
         ]
-        return {"name": self.name, "description": self.description, "rules": rules}
+        return {
+            "name": self.name,
+            "description": self.description,
+            "model_types": list(self.model_types),
+            "rules": rules,
+        }
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ def parse_recipe(name: str, text: str) -> Recipe:
         if not isinstance(data, dict) or not isinstance(data.get("rules"), list) or not data["rules"]:
             raise RecipeError("a recipe is a mapping with a list of rules")
         if unknown := data.keys() - known:
-            raise RecipeError(f"unknown key {sorted(unknown)[0]!r}; a recipe has {', '.join(sorted(known))}")
+            raise RecipeError(f"unknown key {sorted(unknown, key=str)[0]!r}; a recipe has {', '.join(sorted(known))}")
         rules = tuple(_parse_rule(number, entry) for number, entry in enumerate(data["rules"], start=1))
         if [rule.roles is None for rule in rules] != [False] * (len(rules) - 1) + [True]:
             raise RecipeError("the last rule, and only the last, must be for roles: all")
@@ -191,7 +196,7 @@ def _parse_rule(number: int, entry: Any) -> Rule:
     if not isinstance(entry, Mapping):
         raise RecipeError(f"rule {number} is not a mapping")
     if unknown := entry.keys() - {"roles", "scheme", "group_size", "scale"}:
-        raise RecipeError(f"rule {number}: unknown key {sorted(unknown)[0]!r}")
+        raise RecipeError(f"rule {number}: unknown key {sorted(unknown, key=str)[0]!r}")
     try:
         roles = None if entry.get("roles") == "all" else frozenset(Role(role) for role in entry["roles"])
         scale = ScaleMethod(entry["scale"]) if "scale" in entry else None

@@ -385,21 +385,21 @@ def test_no_old_quantization_config_survives_in_a_nested_config(recipe: str) -> 
 @pytest.mark.parametrize(
     ("changes", "group_size", "named", "what"),
     [
-        ({"moe_intermediate_size": 192}, 128, "experts.0.down_proj.weight", "the 192 columns of [256, 192]"),
-        ({"moe_intermediate_size": 96}, 64, "experts.0.down_proj.weight", "the 96 columns of [256, 96]"),
-        ({"hidden_size": 32}, 64, "experts.0.gate_proj.weight", "the 32 columns of [128, 32]"),
+        ({"moe_intermediate_size": 192}, 128, "experts.0.down_proj.weight", "the 192 columns"),
+        ({"moe_intermediate_size": 96}, 64, "experts.0.down_proj.weight", "the 96 columns"),
+        ({"hidden_size": 32}, 64, "experts.0.gate_proj.weight", "the 32 columns"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}},
             128,
             "experts.0.down_proj.weight",
-            "the FP8 block",
+            "the 64 columns of an FP8 block",
         ),
     ],
 )
 def test_a_group_size_that_does_not_divide_is_refused(
     changes: dict[str, Any], group_size: int, named: str, what: str
 ) -> None:
-    """A group that would reach over the end of a row or the border of a block is refused by tensor and shape."""
+    """A group that would reach over the end of a row or the border of a block is refused by tensor and size."""
     error = refusal(toy(**changes), load_recipe(INT4).with_int4(group_size=group_size))
 
     assert f"model.layers.1.mlp.{named}: the group size {group_size} does not divide {what}" in str(error)
@@ -549,10 +549,10 @@ def test_two_group_sizes_are_refused() -> None:
 
 
 def test_a_recipe_that_converts_nothing_is_refused() -> None:
-    """To keep everything is no conversion: the message names recipe and source."""
+    """A recipe under which no weight becomes INT4 is refused: the message names recipe and source."""
     error = refusal(toy(), custom("{roles: [norm], scheme: keep}"))
 
-    assert "the recipe mine changes nothing in toy" in str(error)
+    assert "the recipe mine finds no weight in toy to make INT4" in str(error)
 
 
 @pytest.mark.parametrize(

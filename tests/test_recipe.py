@@ -251,7 +251,11 @@ def test_as_dict_says_what_the_file_says(name: str) -> None:
     """The dictionary for the manifest is the YAML file's content with the name added."""
     text = resources.files("quantkit.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
 
-    assert json.loads(json.dumps(load_recipe(name).as_dict())) == {"name": name, **yaml.safe_load(text)}
+    assert json.loads(json.dumps(load_recipe(name).as_dict())) == {
+        "name": name,
+        "model_types": [],
+        **yaml.safe_load(text),
+    }
 
 
 def test_as_dict_holds_the_overrides() -> None:

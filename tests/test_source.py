@@ -221,7 +221,7 @@ def test_an_index_reaches_only_files_of_the_folder(folder: Path, shard: Any) -> 
     (folder / "sub" / "x.safetensors").write_bytes((folder / FIRST).read_bytes())
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a.weight": shard}}))
 
-    with pytest.raises(SourceError, match=r"index\.json: a\.weight .*not a file name"):
+    with pytest.raises(SourceError, match=r"index\.json says that a\.weight .*not a file name"):
         open_source(folder)
 
 

@@ -60,17 +60,25 @@ def int4_config(group_size: int, fp8_block: tuple[int, int] | None) -> dict[str,
 
 
 def splice(config_text: str, quantization_config: dict[str, Any] | None) -> str:
-    """`config_text` with its `quantization_config` replaced, added before the closing brace, or taken out (None)."""
-    members = _members(config_text)
-    found = next((member for member in members if member.key == KEY), None)
+    """`config_text` with its `quantization_config` replaced, added before the closing brace, or taken out (None).
+
+    One inside another object, as in `text_config` of models with vision, described the old weights and is taken out.
+    """
+    for member in reversed(_members(config_text)):
+        value = config_text[member.value_begin : member.value_end]
+        if member.key != KEY and value.startswith("{"):
+            config_text = config_text[: member.value_begin] + _without_key(value) + config_text[member.value_end :]
     if quantization_config is None:
-        return _without(config_text, members, found) if found else config_text
+        return _without_key(config_text)
+    members = _members(config_text)
     value = json.dumps(quantization_config, indent=2).replace("\n", "\n  ")
-    if found:
+    if found := _find(members):
         return config_text[: found.value_begin] + value + config_text[found.value_end :]
-    end = members[-1].value_end if members else config_text.index("{") + 1
-    comma = "," if members else ""
-    return f'{config_text[:end]}{comma}\n  "{KEY}": {value}{config_text[end:] if members else chr(10) + "}"}'
+    if members:
+        end = members[-1].value_end
+        return f'{config_text[:end]},\n  "{KEY}": {value}{config_text[end:]}'
+    begin = config_text.index("{") + 1
+    return f'{config_text[:begin]}\n  "{KEY}": {value}\n{config_text[begin:]}'
 
 
 class _Member:
@@ -107,7 +115,18 @@ def _skip(text: str, position: int) -> int:
     return position
 
 
-def _without(text: str, members: list[_Member], gone: _Member) -> str:
+def _find(members: list[_Member]) -> _Member | None:
+    found = [member for member in members if member.key == KEY]
+    if len(found) > 1:
+        raise SourceError(f"config.json has {KEY} twice", hint="Remove the one that does not describe the weights.")
+    return found[0] if found else None
+
+
+def _without_key(text: str) -> str:
+    members = _members(text)
+    gone = _find(members)
+    if gone is None:
+        return text
     number = members.index(gone)
     if number + 1 < len(members):
         return text[: gone.key_begin] + text[members[number + 1].key_begin :]

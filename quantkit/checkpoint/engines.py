@@ -7,8 +7,8 @@ a class. They differ in the names of the modules that they build and in the orde
     vLLM 0.33      builds `gate_up_proj` and `fused_qkv_a_proj`; looks for the built name, then for all of its members,
                    then for the class (compressed_tensors/utils.py, config_utils.py: find_matching_patterns)
     SGLang 0.5.23  builds `gate_up_proj`, known by that name only, and `fused_qkv_a_proj_with_mqa`, which is ignored by
-                   its members only; looks for the built name, then for the class; a plain `ignore` entry matches a
-                   dotted suffix; the MTP layer runs under `model.decoder.`; a module without any match is an error
+                   its members or its exact name; looks for the built name, then for the class; a plain `ignore`
+                   entry matches a dotted suffix; the MTP layer runs under `model.decoder.`; no match is an error
                    (compressed_tensors/utils.py, models/deepseek_v2.py, deepseek_nextn.py)
     transformers   builds the checkpoint's own modules (compressed-tensors 0.19, utils/match.py)
 
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit.checkpoint.weights import Weight
 from quantkit.errors import EngineError
 from quantkit.naming import Role, TensorName
 
@@ -37,6 +38,13 @@ LINEAR_ROLES = frozenset(
         Role.LM_HEAD,
     }
 )
+
+
+def is_linear(weight: Weight) -> bool:
+    """Whether the config decides how an engine builds the module that `weight` belongs to, unlike its bias, say."""
+    return weight.name.role in LINEAR_ROLES and weight.name.leaf in ("weight", "weight_packed")
+
+
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
 
 
@@ -87,8 +95,9 @@ class ConfigMatcher:
         self.engine = engine
         self.num_hidden_layers = num_hidden_layers
         self.groups: dict[str, Mapping[str, Any]] = dict(quantization_config["config_groups"])
-        self._ignore = _pattern(quantization_config.get("ignore", ()), engine.ignores_suffix)
-        self._targets = {key: _pattern(group["targets"]) for key, group in self.groups.items()}
+        self._ignore = [_pattern(entry, engine.ignores_suffix) for entry in quantization_config.get("ignore") or ()]
+        self._ignored_by_name = frozenset(quantization_config.get("ignore") or ())
+        self._targets = {key: [_pattern(entry) for entry in group["targets"]] for key, group in self.groups.items()}
         self._class_group = next((key for key, group in self.groups.items() if "Linear" in group["targets"]), None)
 
     def group(self, name: TensorName) -> str | None:
@@ -128,10 +137,10 @@ class ConfigMatcher:
         return f"{parent}.{built}", tuple(f"{parent}.{member}" for member in members)
 
     def _ignored(self, built: str, members: tuple[str, ...]) -> bool:
-        by_itself = bool(self._ignore.match(built))
-        if not members:
+        by_itself = _matches(self._ignore, built)
+        if not members or built in self._ignored_by_name:
             return by_itself
-        ignored = [member for member in members if self._ignore.match(member)]
+        ignored = [member for member in members if _matches(self._ignore, member)]
         if by_itself and not self.engine.ignores_members_only:
             return True
         if 0 < len(ignored) < len(members):
@@ -139,18 +148,19 @@ class ConfigMatcher:
         return bool(ignored)
 
     def _by_name(self, name: str) -> str | None:
-        return next((key for key, pattern in self._targets.items() if pattern.match(name)), None)
+        return next((key for key, patterns in self._targets.items() if _matches(patterns, name)), None)
 
     def _by_members(self, members: tuple[str, ...]) -> str | None:
         groups = [self._by_name(member) for member in members]
         return groups[0] if groups and None not in groups else None
 
 
-def _pattern(entries: Iterable[str], suffix: bool = False) -> re.Pattern[str]:
-    """One regex for all entries: `re:` ones as they are, plain ones as whole names, or as dotted suffixes."""
-    before = r"(?:.*\.)?" if suffix else ""
-    parts = [
-        f"(?:{entry.removeprefix('re:')})" if entry.startswith("re:") else f"(?:{before}{re.escape(entry)}$)"
-        for entry in entries
-    ]
-    return re.compile("|".join(parts) or r"(?!)")
+def _matches(patterns: Iterable[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.match(name) for pattern in patterns)
+
+
+def _pattern(entry: str, suffix: bool = False) -> re.Pattern[str]:
+    """An entry's regex: `re:` ones as they are, plain ones as whole names, or as dotted suffixes."""
+    if entry.startswith("re:"):
+        return re.compile(entry.removeprefix("re:"))
+    return re.compile((r"(?:.*\.)?" if suffix else "") + re.escape(entry) + "$")

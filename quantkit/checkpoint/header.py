@@ -34,6 +34,7 @@ DTYPE_BYTES = {
     "F64": 8,
 }
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAX_DIMENSIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,14 @@ def parse_header(text: bytes, file_size: int, file: str) -> tuple[StoredTensor, 
     fit its offsets, overlaps, holes, and a file that is shorter or longer than its header says.
     """
     try:
-        entries = json.loads(text, object_pairs_hook=_unique_keys)
-    except ValueError as error:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"{file}: the safetensors header does not parse: {error}") from error
     if not isinstance(entries, dict):
         raise SourceError(f"{file}: the safetensors header is not a JSON object")
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise SourceError(f"{file}: __metadata__ is not a mapping of strings to strings")
     begin_of_data = 8 + len(text)
     spans = sorted((_parse_entry(name, entry, file) for name, entry in entries.items()), key=lambda span: span[1:])
     end = 0
@@ -129,14 +132,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_entry(name: str, entry: Any, file: str) -> tuple[TensorSpec, int, int]:
     match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if (
+            type(begin) is type(end) is int
+        ):
             pass
         case _:
             raise SourceError(f"{file}: the header's entry for {name} is malformed: {str(entry)[:200]}")
+    if not name.isascii() and name != name.encode("utf-8", "replace").decode("utf-8"):
+        raise SourceError(f"{file}: the tensor name {name!r} is not valid Unicode")
     if dtype not in DTYPE_BYTES:
         raise SourceError(f"{file}: tensor {name} has the dtype {dtype!r}, which is not known")
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise SourceError(f"{file}: tensor {name} has the shape {shape}, which is not a list of sizes")
+    if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        raise SourceError(f"{file}: tensor {name} has the shape {str(shape)[:200]}, not a list of sizes")
     spec = TensorSpec(name, dtype, tuple(shape))
     if begin < 0 or end - begin != spec.nbytes:
         raise SourceError(

@@ -47,7 +47,8 @@ class _Glm:
         self.config = config
         self.hidden: int = config["hidden_size"]
         quantization = config.get("quantization_config") or {}
-        self.block = tuple(quantization["weight_block_size"]) if quantization.get("quant_method") == "fp8" else None
+        block = tuple(quantization.get("weight_block_size") or (128, 128))
+        self.block = block if quantization.get("quant_method") == "fp8" else None
 
     def top(self) -> Iterator[TensorSpec]:
         vocabulary = (self.config["vocab_size"], self.hidden)
@@ -126,10 +127,13 @@ class _Glm:
         return max(layer - (self.config.get("index_skip_topk_offset") or 0) + 1, 0) % frequency == 0
 
     def _linear(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        plain = self._plain(f"{module}.weight", rows, columns)
         if self.block:
             yield from fp8_block_specs(module, (rows, columns), self.block, "weight_scale_inv")
         else:
-            yield self._plain(f"{module}.weight", rows, columns)
+            yield plain
 
     def _plain(self, name: str, *shape: int) -> TensorSpec:
+        if min(shape) < 1:
+            raise ValueError(f"{name} would have the shape {list(shape)}")
         return TensorSpec(name, "BF16", shape)

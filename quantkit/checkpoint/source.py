@@ -44,7 +44,7 @@ class Source:
         """The parsed config.json."""
         try:
             config = json.loads(self.config_text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SourceError(f"{self.name}: {CONFIG_FILE} does not parse: {error}") from error
         if not isinstance(config, dict):
             raise SourceError(f"{self.name}: {CONFIG_FILE} is not a JSON object")
@@ -157,18 +157,20 @@ def _read_weight_map(folder: Path, name: str) -> dict[str, str]:
         return {tensor.spec.name: SINGLE_FILE for tensor in read_header(folder / SINGLE_FILE)}
     try:
         weight_map = json.loads(_read_text(folder, INDEX_FILE, name))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{folder / INDEX_FILE}: no valid weight_map: {error}") from error
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise SourceError(f"{folder / INDEX_FILE}: {name} is said to be in {shard!r}, which is not a file name")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SourceError(f"{name}: {INDEX_FILE} has no valid weight_map: {error}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{name}: the weight_map of {INDEX_FILE} is not a mapping of tensors to files")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", "..") or "\0" in shard:
+            raise SourceError(f"{name}: {INDEX_FILE} says that {tensor} is in {shard!r}, which is not a file name")
     return dict(weight_map)
 
 
 def _read_text(folder: Path, file: str, name: str) -> str:
     try:
-        return (folder / file).read_text(encoding="utf-8")
+        return (folder / file).read_bytes().decode("utf-8")  # line ends as they are
     except FileNotFoundError:
         raise SourceError(f"{name}: {file} is missing", hint="Download the checkpoint again.") from None
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{folder / file}: not UTF-8 text: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{name}: {file} cannot be read as UTF-8 text: {error}") from error

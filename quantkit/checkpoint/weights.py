@@ -23,6 +23,7 @@ from quantkit.naming import TensorName
 
 FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
 _FP8_SCALES = ("weight_scale_inv", "weight_scale")
+_NOT_UNDERSTOOD = ("weight_zero_point", "weight_g_idx", "qweight", "qzeros")
 _INT4_SCALE, _INT4_SHAPE = "weight_scale", "weight_shape"
 CODES_PER_WORD = 8  # 4-bit codes in an int32
 
@@ -124,11 +125,14 @@ def int4_specs(module: str, shape: tuple[int, ...], group_size: int) -> tuple[Te
 def _config_block(source: Source) -> tuple[int, int]:
     """The FP8 block shape: the config's of either dialect, else 128 x 128."""
     quantization = source.config.get("quantization_config") or {}
-    block = quantization.get("weight_block_size")
-    for group in (quantization.get("config_groups") or {}).values():
-        block = block or ((group or {}).get("weights") or {}).get("block_structure")
+    try:
+        block = quantization.get("weight_block_size")
+        for group in (quantization.get("config_groups") or {}).values():
+            block = block or (group["weights"] or {}).get("block_structure")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise SourceError(f"{source.name}: quantization_config in config.json is malformed: {error!r}") from error
     match block or [128, 128]:
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+        case [rows, columns] if type(rows) is type(columns) is int and rows > 0 and columns > 0:
             return rows, columns
     raise SourceError(f"{source.name}: the FP8 block size in config.json is {block}, not two positive numbers")
 
@@ -179,6 +183,8 @@ def _plain_weight(tensor: StoredTensor) -> Weight:
             f"{name} is the scale or shape of a weight that is not there",
             hint="A shard or an index entry is missing; download the checkpoint again.",
         )
+    if name.leaf in _NOT_UNDERSTOOD:
+        raise SourceError(f"{name}: quantized weights with {name.leaf} are not understood; they would come out wrong")
     if tensor.spec.dtype.startswith("F8"):
         raise SourceError(f"{name} is {tensor.spec.dtype}, which is understood only as a module's `weight`")
     return Weight(name, Encoding.PLAIN, tensor.spec.shape, tensor)

@@ -82,7 +82,7 @@ class OutputFolder:
     def write_text(self, name: str, text: str) -> str:
         """Write a whole text file and return its sha256."""
         with _explained(self.path / name):
-            (self.work / name).write_text(text, encoding="utf-8")
+            (self.work / name).write_bytes(text.encode("utf-8"))  # line ends as they are
         return self.publish(name)
 
     def copy(self, source: Path, name: str) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from functools import partial
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.config import KEY
-from quantkit.checkpoint.engines import ENGINES, LINEAR_ROLES, ConfigMatcher
+from quantkit.checkpoint.engines import ENGINES, ConfigMatcher, is_linear
 from quantkit.checkpoint.header import StoredTensor
 from quantkit.checkpoint.pieces import Reader, byte_ranges
 from quantkit.checkpoint.source import INDEX_FILE, SINGLE_FILE, Source, read_header
@@ -89,7 +90,7 @@ def check_index(checkpoint: Source, findings: Findings) -> None:
 def check_config(checkpoint: Source, weights: Iterable[Weight], findings: Findings) -> None:
     """config.json alone predicts, by each engine's rules, the tensors of every module."""
     quantization = checkpoint.config.get(KEY)
-    weights = [weight for weight in weights if weight.name.role in LINEAR_ROLES]
+    weights = [weight for weight in weights if is_linear(weight)]
     if quantization is None:
         findings.done("config", f"no {KEY}: every one of {len(weights):,} modules is plain")
         for weight in weights:
@@ -107,7 +108,7 @@ def check_config(checkpoint: Source, weights: Iterable[Weight], findings: Findin
                     findings.problem("config", f"{engine.name}: {problem}")
         except EngineError as error:
             findings.problem("config", str(error))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
             findings.problem("config", f"{KEY} is malformed: {error!r}")
     return None
 
