@@ -1,7 +1,7 @@
 """The wheel installs one import name, though kernels/, eval/ and recipes/ stand at the top of the repository.
 
-They are reached through three links inside quantkit/. An `__init__.py` in one of them would make it importable under its
-bare name from the repository's root, and `kernels` is the name of Hugging Face's package that transformers imports.
+They are reached through three links inside quantkit/. An `__init__.py` in one of them would make it importable under
+its bare name from the repository's root, and `kernels` is the name of Hugging Face's package that transformers imports.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Reading weights in pieces of at most 16 MiB, into buffers that belong to the thread and are used again.
+"""Reading weights in pieces of at most 4 MiB, into buffers that belong to the thread and are used again.
 
 So the memory of a conversion depends neither on a shard's size nor on a tensor's.
 """
@@ -17,7 +17,7 @@ from quantkit.checkpoint.source import read_into
 from quantkit.checkpoint.weights import CODES_PER_WORD, Encoding, Weight
 from quantkit.errors import SourceError
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
 _DAMAGED = "The file is damaged; download or convert it again."
 
 
