@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-import quantkit
 from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
+from quantkit.conversion import preview
 from quantkit.recipe import find_alias
 
 _PIECE_BYTES = 16 << 20
@@ -151,7 +151,7 @@ def main() -> None:
             "| arm | seconds | MB/s of input | times read + write | peak memory MB |\n|---|---|---|---|---|\n"
         )
         for name, recipe, options in _ARMS:
-            out_bytes = quantkit.preview(work / "source", recipe).file_bytes
+            out_bytes = preview(work / "source", recipe).file_bytes
             limits, timings = [], []
             for arm in "ABBA":
                 if arm == "A":

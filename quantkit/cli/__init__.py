@@ -47,7 +47,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 def main() -> None:
     """Run the command line and leave with its exit code."""
     try:
-        app()
+        app(prog_name="quantkit")
     except QuantkitError as error:
         from quantkit.console import show_error
 
