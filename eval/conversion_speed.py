@@ -22,12 +22,12 @@ from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
 from quantkit.conversion import preview
-from quantkit.recipe import find_alias
+from quantkit.recipe import ScaleMethod, find_alias
 
 _PIECE_BYTES = 16 << 20
 _EXPERTS_IN_A_LAYER = 24  # so that a shard, which holds a layer, has about 1 GB
 _ARMS = (
-    ("convert --int4 --scale minmax", "glm-5.2-int4", ("--int4", "--scale", "minmax")),
+    *((f"convert --int4 --scale {method}", "glm-5.2-int4", ("--int4", "--scale", method)) for method in ScaleMethod),
     ("convert --bf16", "bf16", ("--bf16",)),
 )
 

@@ -23,7 +23,7 @@ class Int4Error:
     squared_error   sum of (source - decoded)^2
     squared_weight  sum of source^2
     not_nearest     codes for which another code lies nearer to the source
-    bad_scales      groups whose scale is not a positive normal finite number; their codes count in nothing else
+    bad_scales      groups whose scale is not a normal finite number; their codes count in nothing else
     """
 
     squared_error: float
@@ -58,7 +58,7 @@ def _compare(weight, scale, block_rows, block_columns, packed, out_scale):  # ty
                 column_scale[column] = scale[row // block_rows, column // block_columns]
         for group in range(out_scale.shape[1]):
             step = np.float64(out_scale[row, group])
-            if not (2.0**-126 <= step < np.inf):
+            if not (2.0**-126 <= abs(step) < np.inf):
                 bad_scales += 1
                 continue
             begin, end = group * group_size, (group + 1) * group_size
@@ -83,6 +83,7 @@ def _compare_group(source, column_scale, words, step):  # type: ignore[no-untype
             error = exact - code * step
             squared_error += error * error
             squared_weight += exact * exact
-            beyond = (code == 7.0 and error > 0) or (code == -8.0 and error < 0)
-            not_nearest += not (abs(error) <= step / 2 or beyond)
+            steps = error / step  # of a negative scale, too, the code 7 is the end that a positive error lies beyond
+            beyond = (code == 7.0 and steps > 0) or (code == -8.0 and steps < 0)
+            not_nearest += not (abs(error) <= abs(step) / 2 or beyond)
     return squared_error, squared_weight, not_nearest

@@ -16,6 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 Bf16Bits = npt.NDArray[np.uint16]
 Words = npt.NDArray[np.uint32]
 Scales = npt.NDArray[np.float32]
+Divisors = tuple[tuple[int, int], ...]
 
 
 def bad_scale(scale: Scales) -> int | None:
@@ -45,26 +46,29 @@ def fp8_block_to_int4(
     scale: Scales,
     block: tuple[int, int],
     group_size: int,
+    divisors: Divisors,
+    signed: bool,
     packed: Words,
     out_scale: Bf16Bits,
     backend: Backend = "compiled",
 ) -> int | None:
     """Quantize FP8 `weight` [N, K] with `scale` [ceil(N/rows), ceil(K/columns)] into `packed` [N, K/8] (words of eight
-    nibbles) and `out_scale` [N, K/group_size].
+    nibbles) and `out_scale` [N, K/group_size]; `divisors` and `signed` as in `quantkit.formats.int4.quantize`.
 
     `group_size` divides K and the block's columns. Returns None, or the flat position of the first NaN.
     """
     if backend == "compiled":
         from quantkit.kernels.fp8_block_to_int4 import fp8_block_to_int4 as kernel
 
-        return first_nan(weight) if kernel(weight, scale, block, group_size, packed, out_scale) >= 0 else None
+        bad = kernel(weight, scale, block, group_size, divisors, signed, packed, out_scale)
+        return first_nan(weight) if bad >= 0 else None
     import torch
 
     from quantkit.formats import fp8_block, int4
 
     fp8 = torch.from_numpy(weight).view(torch.float8_e4m3fn)
     exact = fp8_block.dequantize(fp8, torch.from_numpy(scale), block, torch.float64)
-    codes, stored = int4.quantize(exact, group_size)
+    codes, stored = int4.quantize(exact, group_size, divisors, signed)
     packed[:] = int4.pack(codes).numpy().view(np.uint32)
     out_scale[:] = stored.view(torch.uint16).numpy()
     return first_nan(weight)

@@ -1,5 +1,7 @@
 """The compiled loops equal the torch references byte for byte, over awkward shapes and all byte values."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -8,7 +10,8 @@ import torch
 from quantkit import ops
 from quantkit.formats import fp8_block
 from quantkit.kernels.e4m3 import VALUES
-from quantkit.kernels.fp8_block_to_int4 import code_tables
+from quantkit.kernels.int4_tables import code_tables
+from quantkit.recipe import ScaleMethod
 
 SHAPES = [(1, 128), (129, 128), (144, 256), (320, 448), (576, 384)]
 
@@ -29,15 +32,41 @@ def int4_arrays(shape: tuple[int, int], group_size: int) -> tuple[ops.Words, ops
     return packed, scale
 
 
-def assert_int4_equal(weight: ops.Bytes, scale: ops.Scales, block: tuple[int, int], group_size: int) -> None:
-    """Both backends give the same words and scales."""
-    results = {}
-    backends: tuple[ops.Backend, ...] = ("compiled", "reference")
-    for backend in backends:
-        packed, out_scale = int4_arrays((weight.shape[0], weight.shape[1]), group_size)
-        assert ops.fp8_block_to_int4(weight, scale, block, group_size, packed, out_scale, backend) is None
-        results[backend] = packed, out_scale
-    for compiled, reference in zip(results["compiled"], results["reference"], strict=True):
+def quantize(
+    weight: ops.Bytes,
+    scale: ops.Scales,
+    block: tuple[int, int],
+    group_size: int,
+    method: ScaleMethod = ScaleMethod.MINMAX,
+    backend: ops.Backend = "compiled",
+) -> tuple[ops.Words, ops.Bf16Bits]:
+    """Words and scales of a weight without NaN."""
+    packed, out_scale = int4_arrays((weight.shape[0], weight.shape[1]), group_size)
+    signed = method is ScaleMethod.SIGNED
+    assert (
+        ops.fp8_block_to_int4(weight, scale, block, group_size, method.divisors, signed, packed, out_scale, backend)
+        is None
+    )
+    return packed, out_scale
+
+
+def assert_int4_equal(
+    weight: ops.Bytes,
+    scale: ops.Scales,
+    block: tuple[int, int],
+    group_size: int,
+    methods: Iterable[ScaleMethod] = tuple(ScaleMethod),
+) -> None:
+    """Both backends give the same words and scales, however the scales are chosen."""
+    for method in methods:
+        _assert_equal(
+            quantize(weight, scale, block, group_size, method, "compiled"),
+            quantize(weight, scale, block, group_size, method, "reference"),
+        )
+
+
+def _assert_equal(ours: tuple[ops.Words, ops.Bf16Bits], theirs: tuple[ops.Words, ops.Bf16Bits]) -> None:
+    for compiled, reference in zip(ours, theirs, strict=True):
         different = np.argwhere(compiled != reference)
         assert not len(different), f"{len(different)} differ, the first at {different[0]}"
 
@@ -90,10 +119,10 @@ def test_int4_extreme_scales(exponent: int) -> None:
 
 def test_int4_tables_refuse_an_unsafe_divisor() -> None:
     """A divisor for which rounding the scale to BF16 could move a code is refused, not approximated."""
-    for divisor in (7.0, 7.5, 8.0):
-        assert code_tables(divisor).shape == (3, 127, 256)
-    with pytest.raises(ValueError, match=r"9\.25 is not safe"):
-        code_tables(9.25)
+    for method in ScaleMethod:
+        assert code_tables(method.divisors).shape == (len(method.divisors), 3, 127, 256)
+    with pytest.raises(ValueError, match=r"37/4 is not safe"):
+        code_tables(((8, 1), (37, 4)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -114,7 +143,10 @@ def test_nan_is_found(nan: int, backend: ops.Backend) -> None:
     weight, scale = random_fp8((130, 256))
     weight[129, 77] = nan
 
-    assert ops.fp8_block_to_int4(weight, scale, (128, 128), 32, *int4_arrays((130, 256), 32), backend) == 129 * 256 + 77
+    arrays = int4_arrays((130, 256), 32)
+    position = ops.fp8_block_to_int4(weight, scale, (128, 128), 32, ((15, 2),), False, *arrays, backend)
+
+    assert position == 129 * 256 + 77
     assert ops.fp8_block_to_bf16(weight, scale, (128, 128), np.empty((130, 256), np.uint16), backend) == 129 * 256 + 77
 
 
@@ -139,8 +171,7 @@ def decoded(packed: ops.Words, out_scale: ops.Bf16Bits) -> npt.NDArray[np.float6
 def test_int4_error_equals_plain_arithmetic() -> None:
     """The error's sums are those of decoding both and subtracting."""
     weight, scale = random_fp8((144, 256))
-    packed, out_scale = int4_arrays((144, 256), 64)
-    ops.fp8_block_to_int4(weight, scale, (128, 128), 64, packed, out_scale)
+    packed, out_scale = quantize(weight, scale, (128, 128), 64)
 
     error = ops.int4_error(weight, scale, (128, 128), packed, out_scale)
 
@@ -153,14 +184,13 @@ def test_int4_error_equals_plain_arithmetic() -> None:
 
 
 def test_int4_error_counts_wrong_codes_and_scales() -> None:
-    """A code that is one step off, and a scale that is zero, negative, infinite or NaN, are counted."""
+    """A code that is one step off, and a scale that is zero, infinite or NaN, are counted."""
     weight, scale = random_fp8((128, 128))
-    packed, out_scale = int4_arrays((128, 128), 32)
-    ops.fp8_block_to_int4(weight, scale, (128, 128), 32, packed, out_scale)
+    packed, out_scale = quantize(weight, scale, (128, 128), 32)
     packed[5, 3] ^= 0x10
     packed[77, 0] ^= 0x1
-    out_scale[100] = [0, 0xBF80, 0x7F80, 0x7FC0]
+    out_scale[100, 1:] = [0, 0x7F80, 0x7FC0]
 
     error = ops.int4_error(weight, scale, (128, 128), packed, out_scale)
 
-    assert (error.not_nearest, error.bad_scales) == (2, 4)
+    assert (error.not_nearest, error.bad_scales) == (2, 3)

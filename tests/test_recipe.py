@@ -51,7 +51,7 @@ def test_a_built_in_recipe_treats_each_role_as_it_says(
     assert recipe.model_types == model_types
     assert {role: recipe.treatment(role).scheme for role in Role} == {role: named.get(role, rest) for role in Role}
     for role in (role for role, scheme in named.items() if scheme == "int4"):
-        assert recipe.treatment(role) == Treatment(Scheme.INT4, 32, ScaleMethod.MINMAX)
+        assert recipe.treatment(role) == Treatment(Scheme.INT4, 32, ScaleMethod.SEARCH)
 
 
 def test_the_first_rule_that_names_a_role_decides() -> None:
@@ -190,7 +190,7 @@ def test_with_int4_changes_only_the_int4_rules(group_size: int) -> None:
     recipe = load_recipe("glm-5.2-int4")
     changed = recipe.with_int4(group_size=group_size)
 
-    assert changed.treatment(Role.ROUTED_EXPERT) == Treatment(Scheme.INT4, group_size, ScaleMethod.MINMAX)
+    assert changed.treatment(Role.ROUTED_EXPERT) == Treatment(Scheme.INT4, group_size, ScaleMethod.SEARCH)
     others = [role for role in Role if role is not Role.ROUTED_EXPERT]
     assert [changed.treatment(role) for role in others] == [recipe.treatment(role) for role in others]
     assert recipe.treatment(Role.ROUTED_EXPERT).group_size == 32
@@ -263,7 +263,7 @@ def test_as_dict_holds_the_overrides() -> None:
     rules = load_recipe("glm-5.2-int4").with_int4(group_size=128).with_rest(Rest.BF16).as_dict()["rules"]
 
     assert rules == [
-        {"roles": ["routed_expert"], "scheme": "int4", "group_size": 128, "scale": "minmax"},
+        {"roles": ["routed_expert"], "scheme": "int4", "group_size": 128, "scale": "search"},
         {"roles": ["kv_b"], "scheme": "bf16"},
         {"roles": "all", "scheme": "bf16"},
     ]

@@ -18,7 +18,7 @@ from quantkit.checkpoint.pieces import Reader, buffer, byte_ranges, check_block_
 from quantkit.checkpoint.weights import CODES_PER_WORD, Encoding
 from quantkit.checkpoint.writer import write_at
 from quantkit.plan import ShardJob, Step
-from quantkit.recipe import Scheme
+from quantkit.recipe import ScaleMethod, Scheme
 
 
 def convert_shard(
@@ -93,11 +93,14 @@ def _to_bf16(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.
 
 def _to_int4(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.Scales) -> int | None:
     assert step.weight.block is not None
-    assert step.treatment.group_size is not None
+    group_size, method = step.treatment.group_size, step.treatment.scale
+    assert group_size is not None
+    assert method is not None
     rows, columns = data.shape
     packed = buffer("packed", (rows, columns // CODES_PER_WORD), np.uint32)
-    out_scale = buffer("out_scale", (rows, columns // step.treatment.group_size), np.uint16)
-    bad = ops.fp8_block_to_int4(data, scale, step.weight.block, step.treatment.group_size, packed, out_scale)
+    out_scale = buffer("out_scale", (rows, columns // group_size), np.uint16)
+    signed = method is ScaleMethod.SIGNED
+    bad = ops.fp8_block_to_int4(data, scale, step.weight.block, group_size, method.divisors, signed, packed, out_scale)
     packed_name, scale_name, shape_name = (spec.name for spec in step.outputs)
     shard.write(packed_name, begin * packed.shape[1] * 4, packed)
     shard.write(scale_name, begin * out_scale.shape[1] * 2, out_scale)

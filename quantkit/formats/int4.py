@@ -1,7 +1,7 @@
 """Symmetric INT4 with one scale for each group of a row (compressed-tensors `pack-quantized`, W4A16).
 
     codes   [N, K]            int8 in -8..7; value = code * scale of the group
-    scale   [N, K / g]        bfloat16, always a positive normal number
+    scale   [N, K / g]        bfloat16, a normal number, positive unless signed scales were asked for
     packed  [N, K / 8]        int32; word j of a row holds codes 8j..8j+7, code + 8 in four bits, the first lowest
 
     codes    -8   7   0   1   -1   2   3  -3
@@ -12,22 +12,44 @@ Layout: compressed-tensors 0.19, `compressors/pack_quantized/helpers.py`.
 
 import torch
 
+Divisors = tuple[tuple[int, int], ...]
 CODES_PER_WORD = 8
 SMALLEST_SCALE = 2.0**-126  # the smallest normal bfloat16: the scale of a group of zeros
 
 
-def quantize(weight: torch.Tensor, group_size: int, divisor: float = 7.5) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    weight: torch.Tensor, group_size: int, divisors: Divisors = ((15, 2),), signed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `weight` [N, K] to codes int8 [N, K] and scale bfloat16 [N, K / group_size].
 
-    The scale is the group's largest magnitude / `divisor`, rounded to float32 and then to bfloat16. A code is the
-    nearest one under that rounded scale, ties to even, clamped to -8..7. The arithmetic is float64 throughout, so that
-    float64 weights (an FP8 number times a float32 scale is exact there) are quantized without a second rounding.
+    divisors  candidates (numerator, denominator) for a group's scale = largest magnitude / divisor; the one with the
+              smallest squared error is taken, of equal ones the first
+    signed    whether the scale is negative where that maps the first weight of the largest magnitude to -8
+
+    The scale is rounded to float32 and then to bfloat16. A code is the nearest one under that rounded scale, ties to
+    even, clamped to -8..7. The arithmetic is float64 throughout, so that float64 weights (an FP8 number times a float32
+    scale is exact there) are quantized without a second rounding. Errors of candidates are compared under the scale
+    before rounding, in whole units of 2^-24 of the largest magnitude squared: their sum does not depend on its order.
     """
     rows, columns = weight.shape
     groups = weight.double().reshape(rows, columns // group_size, group_size)
-    scale = (groups.abs().amax(dim=2) / divisor).float().to(torch.bfloat16).clamp(min=SMALLEST_SCALE)
+    amax, first = groups.abs().max(dim=2, keepdim=True)
+    sign = torch.where((groups.gather(2, first) > 0) & signed, -1.0, 1.0)
+    groups = groups * sign
+    ratio = groups / torch.where(amax > 0, amax, 1.0)
+    errors = torch.stack([_error_units(ratio, top / bottom) for top, bottom in divisors])
+    fractions = torch.tensor(divisors, dtype=torch.float64)[errors.argmin(dim=0)]  # [N, groups, 2]
+    ideal = amax.squeeze(2) * fractions[..., 1] / fractions[..., 0]
+    scale = ideal.float().to(torch.bfloat16).clamp(min=SMALLEST_SCALE)
     codes = (groups / scale.double().unsqueeze(2)).round().clamp(-8, 7)
-    return codes.to(torch.int8).reshape(rows, columns), scale
+    return codes.to(torch.int8).reshape(rows, columns), scale * sign.squeeze(2).to(torch.bfloat16)
+
+
+def _error_units(ratio: torch.Tensor, divisor: float) -> torch.Tensor:
+    """The squared errors of groups of weights / largest magnitude [N, groups, g], in units of 2^-24 [N, groups]."""
+    codes = (ratio * divisor).round().clamp(-8, 7)
+    units = (ratio - codes / divisor).square() * 2.0**24
+    return units.clamp(max=2.0**24).round().to(torch.int64).sum(dim=2)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -22,6 +22,7 @@ from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.naming import TensorName
+from quantkit.recipe import ScaleMethod
 from quantkit.verification.findings import Findings
 
 # dtype -> the integer to view it as, and the bits that are all set in a NaN or an infinity
@@ -135,20 +136,31 @@ def check_values(
     findings: Findings,
     progress: Callable[[int], None],
 ) -> None:
-    """No stored number is NaN or infinite, no scale is zero, negative or subnormal, and each weight_shape is true."""
+    """No stored number is NaN or infinite, no scale is zero or subnormal, or negative where the recipe does not say so,
+    and each weight_shape is true."""
     findings.done("values", "no NaN, no infinity, sound scales")
     weights = sorted(weights, key=lambda weight: (weight.data.shard, weight.data.offset))
     with checkpoint.open_shards(checkpoint.shards) as files:
-        work = partial(_check_weight, Reader(files), findings=findings)
+        work = partial(_check_weight, Reader(files), findings, _has_signed_scales(checkpoint))
         for weight in pool.map(work, weights):
             progress(weight.nbytes)
 
 
-def _check_weight(reader: Reader, weight: Weight, findings: Findings) -> Weight:
+def _has_signed_scales(checkpoint: Source) -> bool:
+    """Whether the manifest says that INT4 scales may be negative."""
+    assert checkpoint.folder is not None
+    try:
+        manifest = json.loads((checkpoint.folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        return any(rule.get("scale") == ScaleMethod.SIGNED for rule in manifest["recipe"]["rules"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # no manifest, or not a sound one, which is reported elsewhere
+
+
+def _check_weight(reader: Reader, findings: Findings, signed: bool, weight: Weight) -> Weight:
     try:
         for tensor in weight.tensors:
             for begin, end in byte_ranges(tensor.spec.nbytes):
-                problem = _value_problem(tensor, weight, reader.tensor_bytes(tensor, begin, end))
+                problem = _value_problem(tensor, weight, signed, reader.tensor_bytes(tensor, begin, end))
                 if problem:
                     findings.problem("values", f"{tensor.spec.name} {problem}")
                     break
@@ -157,7 +169,7 @@ def _check_weight(reader: Reader, weight: Weight, findings: Findings) -> Weight:
     return weight
 
 
-def _value_problem(tensor: StoredTensor, weight: Weight, data: npt.NDArray[np.uint8]) -> str | None:
+def _value_problem(tensor: StoredTensor, weight: Weight, signed: bool, data: npt.NDArray[np.uint8]) -> str | None:
     dtype = tensor.spec.dtype
     if tensor in weight.others:
         shape = data.view(np.int64 if dtype == "I64" else np.int32)
@@ -171,7 +183,9 @@ def _value_problem(tensor: StoredTensor, weight: Weight, data: npt.NDArray[np.ui
     if ((bits & exponent) == exponent).any():
         return "holds a NaN or an infinity"
     if tensor is weight.scale:
-        smallest, sign = exponent & -exponent, bits.dtype.itemsize * 8 - 1
-        if ((bits < smallest) | (bits >> sign != 0)).any():
-            return "holds a scale that is zero, subnormal or negative"
+        smallest, sign = exponent & -exponent, 1 << (bits.dtype.itemsize * 8 - 1)
+        if ((bits & (sign - 1)) < smallest).any():
+            return "holds a scale that is zero or subnormal"
+        if (bits & sign).any() and not (signed and weight.encoding is Encoding.INT4):
+            return "holds a negative scale, of which the manifest says nothing"
     return None
