@@ -95,9 +95,8 @@ def _show_manifest(manifest: Manifest) -> None:
         f"source {source['total_bytes']:,} bytes in {source['num_tensors']:,} tensors; "
         f"output {manifest.total_bytes:,} bytes in {manifest.num_tensors:,} tensors ({ratio:.1%})"
     )
-    if manifest.seconds is not None:
-        speed = _size(round(source["total_bytes"] / max(manifest.seconds, 1e-9)))
-        _OUT.print(f"{len(manifest.files)} files written in {manifest.seconds:.1f} s ({speed}/s of source)")
+    if manifest.files:
+        _OUT.print(f"{len(manifest.files)} files written")
 
 
 def _show_verification(result: Verification) -> None:

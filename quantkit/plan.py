@@ -5,19 +5,19 @@ Everything that can be refused is refused here, by name, before a byte is writte
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from quantkit.checkpoint.config import int4_config, splice
+from quantkit.checkpoint.config import MTP_KEY, int4_config, replace_value, splice
 from quantkit.checkpoint.engines import ENGINES, ConfigMatcher, is_linear
 from quantkit.checkpoint.header import StoredTensor, TensorSpec, lay_out
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import Encoding, Weight, fp8_block_specs, int4_specs, read_weights
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
-from quantkit.recipe import Recipe, Scheme, Treatment
+from quantkit.recipe import Mtp, Recipe, Scheme, Treatment
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class Plan:
     @property
     def config_text(self) -> str:
         """The output's config.json."""
-        return splice(self.source.config_text, self.quantization_config)
+        text = splice(self.source.config_text, self.quantization_config)
+        return replace_value(text, MTP_KEY, 0) if self.recipe.mtp is Mtp.DROP else text
 
     @property
     def index_text(self) -> str:
@@ -117,7 +118,7 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
             f"{source.name} has the model type {source.model_type!r}; the recipe {recipe.name} is made for "
             f"{', '.join(recipe.model_types)}"
         )
-    steps = [_make_step(weight, recipe.treatment(weight.name.role)) for weight in weights]
+    steps = list(_make_steps(source, recipe, weights))
     _check_fused_partners(steps)
     quantization_config = _quantization_config(source, recipe, steps)
     if quantization_config is not None:
@@ -142,6 +143,13 @@ def check_config(steps: Iterable[Step], quantization_config: Mapping[str, Any], 
                     f"{', '.join(sorted(expected))}",
                     hint="No config that is known to load describes this recipe; use a built-in one.",
                 )
+
+
+def _make_steps(source: Source, recipe: Recipe, weights: Iterable[Weight]) -> Iterator[Step]:
+    for weight in weights:
+        mtp = weight.name.is_mtp(source.num_hidden_layers)
+        if not (mtp and recipe.mtp is Mtp.DROP):
+            yield _make_step(weight, recipe.treatment(weight.name.role, mtp=mtp))
 
 
 def _make_step(weight: Weight, treatment: Treatment) -> Step:
@@ -200,7 +208,10 @@ def _quantization_config(source: Source, recipe: Recipe, steps: Iterable[Step]) 
         return None
     if len(group_sizes) > 1:
         raise PlanError(f"the recipe {recipe.name} mixes the group sizes {sorted(group_sizes)}; engines take one")
-    return int4_config(group_sizes.pop(), kept[0].block if kept else None)
+    layers = {weight.name.layer for weight in (step.weight for step in steps) if weight.name.layer is not None}
+    mtp_layers = tuple(sorted(layer for layer in layers if layer >= source.num_hidden_layers))
+    kept_mtp_layers = mtp_layers if recipe.mtp is Mtp.KEEP else ()
+    return int4_config(group_sizes.pop(), kept[0].block if kept else None, kept_mtp_layers)
 
 
 def _make_jobs(steps: Iterable[Step]) -> Iterable[ShardJob]:

@@ -46,6 +46,14 @@ class ScaleMethod(StrEnum):
         return ((7, 1), (52, 7), (8, 1), (42, 5), (17, 2), (44, 5), *last)
 
 
+class Mtp(StrEnum):
+    """What becomes of the multi-token-prediction layers."""
+
+    QUANTIZE = "quantize"  # they are treated like the main layers
+    KEEP = "keep"  # their routed experts are treated like the rest
+    DROP = "drop"  # they are left out, and the config's count is set to 0
+
+
 class Rest(StrEnum):
     """What the weights that stay unquantized are stored as."""
 
@@ -90,9 +98,12 @@ class Recipe:
     description: str
     rules: tuple[Rule, ...]
     model_types: tuple[str, ...] = ()
+    mtp: Mtp = Mtp.QUANTIZE
 
-    def treatment(self, role: Role) -> Treatment:
-        """The treatment of the weights of `role`."""
+    def treatment(self, role: Role, *, mtp: bool = False) -> Treatment:
+        """The treatment of the weights of `role` in the main layers, or in the MTP layers."""
+        if mtp and self.mtp is Mtp.KEEP and role is Role.ROUTED_EXPERT:
+            return self.rules[-1].treatment
         return next(rule.treatment for rule in self.rules if rule.roles is None or role in rule.roles)
 
     def with_int4(self, **changes: Any) -> "Recipe":
@@ -126,6 +137,7 @@ class Recipe:
             "name": self.name,
             "description": self.description,
             "model_types": list(self.model_types),
+            "mtp": self.mtp,
             "rules": rules,
         }
 
@@ -188,7 +200,7 @@ def parse_recipe(name: str, text: str) -> Recipe:
     """Read a recipe from YAML; RecipeError says which rule is wrong and why."""
     try:
         data = yaml.safe_load(text)
-        known = {"description", "model_types", "rules"}
+        known = {"description", "model_types", "mtp", "rules"}
         if not isinstance(data, dict) or not isinstance(data.get("rules"), list) or not data["rules"]:
             raise RecipeError("a recipe is a mapping with a list of rules")
         if unknown := data.keys() - known:
@@ -199,7 +211,10 @@ def parse_recipe(name: str, text: str) -> Recipe:
         model_types = data.get("model_types", [])
         if not isinstance(model_types, list) or not all(isinstance(entry, str) for entry in model_types):
             raise RecipeError("model_types is not a list of names")
-        return Recipe(name, str(data.get("description", "")), rules, tuple(model_types))
+        if data.get("mtp", Mtp.QUANTIZE) not in tuple(Mtp):
+            raise RecipeError(f"mtp is {data['mtp']!r}; it must be one of {', '.join(Mtp)}")
+        mtp = Mtp(data.get("mtp", Mtp.QUANTIZE))
+        return Recipe(name, str(data.get("description", "")), rules, tuple(model_types), mtp)
     except yaml.YAMLError as error:
         raise RecipeError(f"recipe {name}: not valid YAML: {error}") from error
     except RecipeError as error:

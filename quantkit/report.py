@@ -45,7 +45,7 @@ class Group:
 class Manifest(Report):
     """What a conversion made of what; `quantkit.json` in its output. A dry run's has no files.
 
-    source       name, revision (for Hub repositories), model type, bytes, number of tensors and sha256 of the config
+    source       name, revision (for Hub repositories), model type, bytes, number of tensors, sha256 of all files
     recipe       as its YAML file says it, overrides applied
     total_bytes  of all tensors, as the index's `total_size`
     file_bytes   of all shards, headers included
@@ -61,7 +61,15 @@ class Manifest(Report):
     file_bytes: int
     files: dict[str, File] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    seconds: float | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """The manifest that `to_json` wrote; ValueError, KeyError or TypeError if it is none."""
+        content = json.loads(text)
+        del content["schema_version"], content["kind"]
+        groups = tuple(Group(**group) for group in content.pop("groups"))
+        files = {name: File(**file) for name, file in content.pop("files").items()}
+        return cls(groups=groups, files=files, warnings=tuple(content.pop("warnings")), **content)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.errors import SourceError
 
 KEY = "quantization_config"
+MTP_KEY = "num_nextn_predict_layers"
 
 # The names cover the fused modules of vLLM (gate_up_proj, fused_qkv_a_proj) and of SGLang (fused_qkv_a_proj_with_mqa).
 # No pattern holds a layer number, because SGLang runs the MTP layer under the prefix `model.decoder.`.
@@ -41,22 +42,42 @@ _FP8_TARGETS = (
 )
 
 
-def int4_config(group_size: int, fp8_block: tuple[int, int] | None) -> dict[str, Any]:
+def int4_config(
+    group_size: int, fp8_block: tuple[int, int] | None, kept_layers: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """The compressed-tensors block for INT4 routed experts with a BF16 rest, or an FP8 rest in blocks of `fp8_block`.
 
-    The top-level format is `pack-quantized` in both: SGLang's INT4 MoE refuses `mixed-precision`.
+    kept_layers  MTP layers whose routed experts are as the rest is
+
+    The top-level format is `pack-quantized` in both: SGLang's INT4 MoE refuses `mixed-precision`. Engines take the
+    first group whose target matches a module's name; kept experts come first, because INT4's target matches them too.
     """
-    groups = {"group_0": _group(["Linear", *([_ROUTED_EXPERTS] if fp8_block else [])], _int4_weights(group_size))}
+    layer = rf"(layers\.({'|'.join(map(str, kept_layers))})|decoder)"  # `model.decoder`: the MTP layer in SGLang
+    groups = [_group(["Linear", *([_ROUTED_EXPERTS] if fp8_block else [])], _int4_weights(group_size))]
+    ignore = [*(_IGNORE_FP8_REST if fp8_block else _IGNORE_BF16_REST)]
     if fp8_block:
-        groups["group_1"] = _group(list(_FP8_TARGETS), _fp8_weights(fp8_block), _fp8_activations(), "float-quantized")
+        fp8 = _fp8_weights(fp8_block), _fp8_activations(), "float-quantized"
+        groups.append(_group(list(_FP8_TARGETS), *fp8))
+        if kept_layers:  # `exp\w+` and not "experts": transformers would take these for all experts' scheme
+            groups.insert(0, _group([rf"re:.*{layer}\.mlp\.exp\w+\.\d+\.(gate|up|down)_proj$"], *fp8))
+    elif kept_layers:
+        ignore.append(rf"re:.*{layer}\.mlp\.experts\..*")
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
-        "config_groups": groups,
-        "ignore": list(_IGNORE_FP8_REST if fp8_block else _IGNORE_BF16_REST),
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": ignore,
     }
+
+
+def replace_value(config_text: str, key: str, value: Any) -> str:
+    """`config_text` with the value of the top-level `key` replaced; a key that is not there is not added."""
+    for member in _members(config_text):
+        if member.key == key:
+            return config_text[: member.value_begin] + json.dumps(value) + config_text[member.value_end :]
+    return config_text
 
 
 def splice(config_text: str, quantization_config: dict[str, Any] | None) -> str:

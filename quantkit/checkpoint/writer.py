@@ -1,6 +1,6 @@
 """The output folder. Nothing lands under a final name before it is whole and on the disk.
 
-OUT/.quantkit/NAME        a file while it is written
+OUT/.quantkit/NAME        a file while it is written, and the journal
 OUT/NAME                  the same after fsync and rename
 OUT/config.json           last of all: a folder without it does not load, so an interrupted run never looks finished
 """
@@ -34,27 +34,32 @@ class OutputFolder:
         Raises OutputError as `check` does, and when the disk has less than `needed_bytes`.
         """
         cls.check(path, overwrite=overwrite)
-        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         old_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.exists() else 0
-        free = shutil.disk_usage(existing).free + old_bytes
-        if free < needed_bytes:
-            raise OutputError(
-                f"{path} needs {needed_bytes / 1e9:,.1f} GB and its disk has {free / 1e9:,.1f} GB free",
-                hint="Choose an output folder on another disk.",
-            )
+        _check_space(path, needed_bytes, old_bytes)
         folder = cls(path)
         with _explained(path):
             folder._empty()
             folder.work.mkdir(parents=True)
         return folder
 
+    @classmethod
+    def reopen(cls, path: Path, needed_bytes: int) -> "OutputFolder":
+        """Go on in the folder of an interrupted run; raises OutputError when the disk has less than `needed_bytes`."""
+        _check_space(path, needed_bytes, 0)
+        return cls(path)
+
     @staticmethod
-    def check(path: Path, *, overwrite: bool = False) -> None:
-        """Raise OutputError if `path` is in use and not to be overwritten, or not a folder that quantkit wrote."""
+    def check(path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+        """Raise OutputError if `path` is in use, unless it is quantkit's own and to be overwritten or resumed."""
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return
+        if resume and ((path / WORK_FOLDER).exists() or (path / MANIFEST_FILE).exists()):
+            return
         if not overwrite:
-            raise OutputError(f"{path} exists and is not empty", hint="Choose another folder, or give --overwrite.")
+            interrupted = (path / WORK_FOLDER).exists()
+            hint = "Go on with --resume" if interrupted else "Choose another folder"
+            what = "holds an interrupted run" if interrupted else "exists and is not empty"
+            raise OutputError(f"{path} {what}", hint=f"{hint}, or give --overwrite.")
         if not (path / MANIFEST_FILE).exists() and not (path / WORK_FOLDER).exists():
             raise OutputError(
                 f"{path} was not written by quantkit; it is not overwritten", hint="Remove it yourself if you mean it."
@@ -109,6 +114,16 @@ class OutputFolder:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+
+
+def _check_space(path: Path, needed_bytes: int, old_bytes: int) -> None:
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free + old_bytes
+    if free < needed_bytes:
+        raise OutputError(
+            f"{path} needs {needed_bytes / 1e9:,.1f} GB and its disk has {free / 1e9:,.1f} GB free",
+            hint="Choose an output folder on another disk.",
+        )
 
 
 def write_at(file: int, offset: int, buffer: memoryview) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from quantkit.cli.options import Json, Model, Revision, Workers
 from quantkit.errors import UsageError
-from quantkit.recipe import Rest, ScaleMethod
+from quantkit.recipe import Mtp, Rest, ScaleMethod
 
 
 def convert(
@@ -21,7 +21,10 @@ def convert(
     group_size: Annotated[int | None, typer.Option("--group-size", help="INT4 group size: 32, 64 or 128.")] = None,
     scale: Annotated[ScaleMethod | None, typer.Option("--scale", help="How INT4 scales are chosen.")] = None,
     rest: Annotated[Rest | None, typer.Option("--rest", help="What the other weights are stored as.")] = None,
+    mtp: Annotated[Mtp | None, typer.Option("--mtp", help="What becomes of the MTP layers.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; needs no weights.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    trust_source: Annotated[bool, typer.Option("--trust-source", help="On resuming, do not hash the source.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output of quantkit.")] = False,
     workers: Workers = 2,
     revision: Revision = None,
@@ -39,10 +42,12 @@ def convert(
     """
     from quantkit import console, conversion
 
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
     if sum((int4, bf16, recipe is not None)) > 1:
         raise UsageError("--int4, --bf16 and --recipe exclude each other")
     chosen = "bf16" if bf16 else recipe
-    options = conversion.Options(group_size, scale, rest)
+    options = conversion.Options(group_size, scale, rest, mtp)
     if dry_run:
         manifest = conversion.preview(model, chosen, options=options, revision=revision)
     elif output is None:
@@ -56,6 +61,8 @@ def convert(
                 options=options,
                 revision=revision,
                 overwrite=overwrite,
+                resume=resume,
+                trust_source=trust_source,
                 workers=workers,
                 progress=start,
             )

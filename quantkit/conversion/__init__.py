@@ -1,24 +1,25 @@
 """`convert`: a checkpoint in, a quantized checkpoint out, shard by shard.
 
+run         all shards, one after the other, with flushing and hashing beside
 shards      the work on one shard: read, convert, write, piece by piece
+journal     what is finished, for going on after an interruption
 side_files  what else goes along: tokenizer, chat template, custom code
 """
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.locate import describe_model, open_model
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, Source
-from quantkit.checkpoint.writer import OutputFolder
-from quantkit.conversion.shards import convert_shard
+from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder
+from quantkit.conversion.journal import Journal
+from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
 from quantkit.errors import OutputError, UsageError
 from quantkit.plan import Plan, Step, make_plan
-from quantkit.recipe import Recipe, Rest, ScaleMethod, int4_recipe, load_recipe
+from quantkit.recipe import Mtp, Recipe, Rest, ScaleMethod, int4_recipe, load_recipe
 from quantkit.report import File, Group, Manifest
 from quantkit.version import VERSION
 
@@ -30,16 +31,20 @@ class Options:
     group_size  of the INT4 weights: 32, 64 or 128
     scale       how the scale of an INT4 group is chosen
     rest        what the weights that the recipe's last rule covers stay or become
+    mtp         what becomes of the multi-token-prediction layers
     """
 
     group_size: int | None = None
     scale: ScaleMethod | None = None
     rest: Rest | None = None
+    mtp: Mtp | None = None
 
     def apply(self, recipe: Recipe) -> Recipe:
         """`recipe` with these changes."""
         if self.rest is not None:
             recipe = recipe.with_rest(self.rest)
+        if self.mtp is not None:
+            recipe = replace(recipe, mtp=self.mtp)
         if self.scale is not None:
             recipe = recipe.with_int4(scale=self.scale)
         return recipe if self.group_size is None else recipe.with_int4(group_size=self.group_size)
@@ -53,38 +58,47 @@ def convert(
     options: Options = Options(),
     revision: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    trust_source: bool = False,
     workers: int = 2,
     progress: Callable[[int], Callable[[int], None]] | None = None,
 ) -> Manifest:
     """Convert `model` (alias, folder or Hub id) into the folder `output` and return the manifest written there.
 
-    recipe     name, YAML file or Recipe; None is the INT4 recipe for the model
-    revision   of a Hub repository
-    overwrite  replace an output of quantkit that is already there; it is removed only when the plan has passed
-    workers    threads that read, convert and write; the output's bytes do not depend on it
-    progress   is given the number of source bytes, and returns what is called with the bytes just converted
+    recipe        name, YAML file or Recipe; None is the INT4 recipe for the model
+    revision      of a Hub repository
+    overwrite     replace an output of quantkit that is already there; it is removed only when the plan has passed
+    resume        go on with an interrupted run; the result is the same as without the interruption
+    trust_source  on resuming, do not hash again what the interrupted run has read
+    workers       threads that read, convert and write; the output's bytes do not depend on it
+    progress      is given the number of source bytes, and returns what is called with the bytes just converted
 
     Raises a QuantkitError before anything is written if the source, the recipe or the output folder is not usable; an
     interrupted run leaves a folder without config.json, which does not load.
     """
-    start = time.monotonic()
     if workers < 1:
         raise UsageError(f"workers is {workers}; it must be at least 1")
-    chosen = _load(recipe)
-    _check_apart(Path(model), Path(output))
-    OutputFolder.check(Path(output), overwrite=overwrite)  # before anything is fetched
+    chosen, path = _load(recipe), Path(output)
+    _check_apart(Path(model), path)
+    OutputFolder.check(path, overwrite=overwrite, resume=resume)  # before anything is fetched
     source = open_model(model, revision)
     if source.folder:
-        _check_apart(source.folder, Path(output))
+        _check_apart(source.folder, path)
     plan = make_plan(source, choose_recipe(source, chosen, options))
-    folder = OutputFolder.create(Path(output), plan.file_bytes, overwrite=overwrite)
-    files = dict(_write_shards(plan, folder, workers, progress(source.nbytes) if progress else lambda done: None))
-    for name, path in side_files(source):
-        files[name] = File(path.stat().st_size, folder.copy(path, name))
+    if resume and (finished := _finished(plan, path)):
+        return finished
+    folder, journal = _open_output(plan, path, overwrite, resume)
+    report = progress(source.nbytes) if progress else lambda done: None
+    run = ShardRun(plan, folder, journal, workers, report)
+    entries = (*run.finished(trust_source), *run.remaining())
+    files = {entry.shard: File(entry.nbytes, entry.sha256) for entry in entries}
+    for name, side_file in side_files(source):
+        files[name] = File(side_file.stat().st_size, folder.copy(side_file, name))
     for name, text in ((INDEX_FILE, plan.index_text), (CONFIG_FILE, plan.config_text)):
         files[name] = _text_file(text)
     folder.write_text(INDEX_FILE, plan.index_text)
-    manifest = _manifest(plan, files, seconds=round(time.monotonic() - start, 3))
+    hashes = {shard: sha256 for entry in entries for shard, sha256 in entry.sources.items()}
+    manifest = _manifest(plan, files, hashes)
     folder.seal(manifest.to_json(), plan.config_text)
     return manifest
 
@@ -99,7 +113,7 @@ def preview(
     """What `convert` would write, from a folder's headers, or from the config of an alias or a Hub repository."""
     chosen = _load(recipe)
     source = describe_model(model, revision)
-    return _manifest(make_plan(source, choose_recipe(source, chosen, options)), {}, None)
+    return _manifest(make_plan(source, choose_recipe(source, chosen, options)), {}, {})
 
 
 def choose_recipe(source: Source, recipe: Recipe | None, options: Options) -> Recipe:
@@ -111,24 +125,30 @@ def _load(recipe: str | Path | Recipe | None) -> Recipe | None:
     return load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
 
 
-def _write_shards(
-    plan: Plan, folder: OutputFolder, workers: int, progress: Callable[[int], None]
-) -> Iterator[tuple[str, File]]:
-    """Convert all shards; each is flushed, hashed and renamed while the next is converted."""
-    with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(1) as publisher:
-        pending: list[tuple[str, int, Future[str]]] = []
-        for job in plan.jobs:
-            with folder.shard(job.shard, job.file_bytes) as output, plan.source.open_shards(job.reads) as inputs:
-                convert_shard(job, inputs, output, pool, progress)
-            while pending:
-                yield _finished(*pending.pop())
-            pending.append((job.shard, job.file_bytes, publisher.submit(folder.publish, job.shard)))
-        while pending:
-            yield _finished(*pending.pop())
+def _finished(plan: Plan, path: Path) -> Manifest | None:
+    """The manifest in `path` if a run of this plan has ended there; OutputError if it was another one."""
+    if (path / WORK_FOLDER).exists() or not (path / MANIFEST_FILE).exists():
+        return None
+    try:
+        manifest = Manifest.from_json((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        expected = _manifest(plan, manifest.files, manifest.source["shards_sha256"])
+        same = (
+            replace(expected, source=manifest.source | {"config_sha256": expected.source["config_sha256"]}) == manifest
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        same = False
+    if not same or not {job.shard for job in plan.jobs} <= manifest.files.keys():
+        raise OutputError(f"{path} holds another conversion", hint="Choose another folder, or give --overwrite.")
+    return manifest
 
 
-def _finished(name: str, nbytes: int, digest: Future[str]) -> tuple[str, File]:
-    return name, File(nbytes, digest.result())
+def _open_output(plan: Plan, path: Path, overwrite: bool, resume: bool) -> tuple[OutputFolder, Journal]:
+    """The folder to write to and its journal, reopened if there is one and it is to be gone on with."""
+    if resume and (journal := Journal.reopen(path / WORK_FOLDER, plan)):
+        done = sum(entry.nbytes for entry in journal.entries)
+        return OutputFolder.reopen(path, plan.file_bytes - done), journal
+    folder = OutputFolder.create(path, plan.file_bytes, overwrite=overwrite or resume)
+    return folder, Journal.begin(folder.work, plan)
 
 
 def _check_apart(source: Path, output: Path) -> None:
@@ -143,7 +163,7 @@ def _text_file(text: str) -> File:
     return File(len(data), hashlib.sha256(data).hexdigest())
 
 
-def _manifest(plan: Plan, files: dict[str, File], seconds: float | None) -> Manifest:
+def _manifest(plan: Plan, files: dict[str, File], source_hashes: dict[str, str]) -> Manifest:
     source = plan.source
     return Manifest(
         version=VERSION,
@@ -154,6 +174,7 @@ def _manifest(plan: Plan, files: dict[str, File], seconds: float | None) -> Mani
             "num_tensors": len(source.tensors),
             "total_bytes": source.nbytes,
             "config_sha256": _text_file(source.config_text).sha256,
+            "shards_sha256": dict(sorted(source_hashes.items())),
         },
         recipe=plan.recipe.as_dict(),
         quantization_config=plan.quantization_config,
@@ -163,7 +184,6 @@ def _manifest(plan: Plan, files: dict[str, File], seconds: float | None) -> Mani
         file_bytes=plan.file_bytes,
         files=dict(sorted(files.items())),
         warnings=source.warnings,
-        seconds=seconds,
     )
 
 

@@ -14,10 +14,11 @@ from quantkit.checkpoint.locate import open_model
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.weights import Weight, read_weights
 from quantkit.errors import SourceError
+from quantkit.recipe import Mtp, ScaleMethod
 from quantkit.report import TensorError, Verification
 from quantkit.verification.fidelity import Compared, compare_weights, pool_by_role
 from quantkit.verification.findings import Findings
-from quantkit.verification.soundness import check_config, check_index, check_manifest, check_values
+from quantkit.verification.soundness import check_config, check_index, check_manifest, check_values, read_recipe
 
 _WORST = 10
 
@@ -45,13 +46,15 @@ def verify(
     with ThreadPoolExecutor(workers) as pool:
         check_manifest(folder, pool, findings)
         if opened := _open(folder, findings):
-            weights = _weights(opened, findings)
+            weights, recipe = _weights(opened, findings), read_recipe(folder)
+            signed = any(rule.get("scale") == ScaleMethod.SIGNED for rule in recipe.get("rules", ()))
             report = progress(opened.nbytes + (source.nbytes if source else 0)) if progress else lambda done: None
             check_index(opened, findings)
             check_config(opened, weights, findings)
-            check_values(opened, weights, pool, findings, report)
+            check_values(opened, weights, signed, pool, findings, report)
             if source:
-                compared = compare_weights(opened, weights, source, pool, findings, report)
+                without_mtp = recipe.get("mtp") == Mtp.DROP
+                compared = compare_weights(opened, weights, source, without_mtp, pool, findings, report)
     errors = [error for error in (entry.error() for entry in compared) if error]
     return Verification(
         checkpoint=str(checkpoint),

@@ -43,14 +43,21 @@ def compare_weights(
     checkpoint: Source,
     weights: Iterable[Weight],
     source: Source,
+    without_mtp: bool,
     pool: Executor,
     findings: Findings,
     progress: Callable[[int], None],
 ) -> tuple[Compared, ...]:
-    """Compare every one of the checkpoint's `weights` with the source's; the shards are read in their order."""
+    """Compare every one of the checkpoint's `weights` with the source's; the shards are read in their order.
+
+    without_mtp  whether the recipe left the MTP layers out
+    """
     ours = {_key(weight): weight for weight in weights}
-    theirs = {_key(weight): weight for weight in read_weights(source)}
-    findings.done("accounted for", f"{len(theirs):,} weights of the source")
+    found = read_weights(source)
+    wanted = [w for w in found if not (without_mtp and w.name.is_mtp(source.num_hidden_layers))]
+    theirs = {_key(weight): weight for weight in wanted}
+    dropped = f", {len(found) - len(wanted):,} of the MTP layers left out on request" if without_mtp else ""
+    findings.done("accounted for", f"{len(theirs):,} weights of the source{dropped}")
     for name in theirs.keys() - ours.keys():
         findings.problem("accounted for", f"{name} of the source is not in the checkpoint")
     for name in ours.keys() - theirs.keys():

@@ -22,7 +22,6 @@ from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.naming import TensorName
-from quantkit.recipe import ScaleMethod
 from quantkit.verification.findings import Findings
 
 # dtype -> the integer to view it as, and the bits that are all set in a NaN or an infinity
@@ -31,6 +30,15 @@ _EXPONENTS: dict[str, tuple[Any, int]] = {
     "F16": (np.uint16, 0x7C00),
     "F32": (np.uint32, 0x7F800000),
 }
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """The recipe that the manifest names, as its YAML file would say it; empty without a sound manifest."""
+    try:
+        recipe = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["recipe"]
+        return dict(recipe, rules=[dict(rule) for rule in recipe["rules"]])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # what is wrong with the manifest is `check_manifest`'s to say
 
 
 def check_manifest(folder: Path, pool: Executor, findings: Findings) -> None:
@@ -132,28 +140,19 @@ def _config_problem(matcher: ConfigMatcher, weight: Weight) -> str | None:
 def check_values(
     checkpoint: Source,
     weights: Iterable[Weight],
+    signed: bool,
     pool: Executor,
     findings: Findings,
     progress: Callable[[int], None],
 ) -> None:
-    """No stored number is NaN or infinite, no scale is zero or subnormal, or negative where the recipe does not say so,
-    and each weight_shape is true."""
+    """No stored number is NaN or infinite, no scale is zero or subnormal, or negative unless `signed`, and each
+    weight_shape is true."""
     findings.done("values", "no NaN, no infinity, sound scales")
     weights = sorted(weights, key=lambda weight: (weight.data.shard, weight.data.offset))
     with checkpoint.open_shards(checkpoint.shards) as files:
-        work = partial(_check_weight, Reader(files), findings, _has_signed_scales(checkpoint))
+        work = partial(_check_weight, Reader(files), findings, signed)
         for weight in pool.map(work, weights):
             progress(weight.nbytes)
-
-
-def _has_signed_scales(checkpoint: Source) -> bool:
-    """Whether the manifest says that INT4 scales may be negative."""
-    assert checkpoint.folder is not None
-    try:
-        manifest = json.loads((checkpoint.folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-        return any(rule.get("scale") == ScaleMethod.SIGNED for rule in manifest["recipe"]["rules"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False  # no manifest, or not a sound one, which is reported elsewhere
 
 
 def _check_weight(reader: Reader, findings: Findings, signed: bool, weight: Weight) -> Weight:

@@ -1,0 +1,93 @@
+"""All shards of a plan: converted one after the other, while the one before is flushed, hashed and renamed.
+
+The source shards are hashed in a thread of their own, at about the time when they are converted, so that each is read
+from the disk once.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.checkpoint.writer import OutputFolder
+from quantkit.conversion.journal import Entry, Journal
+from quantkit.conversion.shards import convert_shard
+from quantkit.errors import OutputError
+from quantkit.plan import Plan, ShardJob
+
+
+@dataclass(frozen=True)
+class ShardRun:
+    """The shards of `plan` on their way into `folder`."""
+
+    plan: Plan
+    folder: OutputFolder
+    journal: Journal
+    workers: int
+    progress: Callable[[int], None]
+
+    def finished(self, trust_source: bool) -> tuple[Entry, ...]:
+        """The shards that an interrupted run has finished; one whose file is gone or has another size is not counted.
+
+        Raises OutputError, naming the shard, if the source is no longer what they were made from.
+        """
+        entries = [entry for entry in self.journal.entries if self._is_there(entry)]
+        before = {shard: sha256 for entry in entries for shard, sha256 in entry.sources.items()}
+        if not trust_source:
+            with ThreadPoolExecutor(self.workers) as pool:
+                for shard, now in zip(before, pool.map(self._hash_source, before), strict=True):
+                    if now != before[shard]:
+                        raise OutputError(
+                            f"source shard {shard} has changed since it was converted: sha256 {before[shard]} before, "
+                            f"{now} now",
+                            hint="Start anew with --overwrite.",
+                        )
+        done = {entry.shard for entry in entries}
+        self.progress(sum(_source_bytes(job) for job in self.plan.jobs if job.shard in done))
+        return tuple(entries)
+
+    def remaining(self) -> Iterator[Entry]:
+        """Convert all other shards, and record each when it is whole under its final name."""
+        done = {entry.shard for entry in self.journal.entries if self._is_there(entry)}
+        hashes: dict[str, Future[str]] = {}
+        pending: list[Future[Entry]] = []
+        with (
+            ThreadPoolExecutor(self.workers) as pool,
+            ThreadPoolExecutor(1) as publisher,
+            ThreadPoolExecutor(1) as hasher,
+        ):
+            for job in self.plan.jobs:
+                if job.shard in done:
+                    continue
+                for shard in job.reads:
+                    if shard not in hashes:
+                        hashes[shard] = hasher.submit(self._hash_source, shard)
+                sources = {shard: hashes[shard] for shard in job.reads}
+                output = self.folder.shard(job.shard, job.file_bytes)
+                with output as file, self.plan.source.open_shards(job.reads) as inputs:
+                    convert_shard(job, inputs, file, pool, self.progress)
+                while pending:
+                    yield pending.pop().result()
+                pending.append(publisher.submit(self._publish, job, sources))
+            while pending:
+                yield pending.pop().result()
+
+    def _publish(self, job: ShardJob, sources: dict[str, Future[str]]) -> Entry:
+        sha256 = self.folder.publish(job.shard)
+        entry = Entry(job.shard, job.file_bytes, sha256, {shard: found.result() for shard, found in sources.items()})
+        self.journal.add(entry)
+        return entry
+
+    def _is_there(self, entry: Entry) -> bool:
+        path = self.folder.path / entry.shard
+        return path.is_file() and path.stat().st_size == entry.nbytes
+
+    def _hash_source(self, shard: str) -> str:
+        assert self.plan.source.folder is not None
+        with Path(self.plan.source.folder / shard).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _source_bytes(job: ShardJob) -> int:
+    return sum(step.weight.nbytes for step in job.steps)
