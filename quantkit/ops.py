@@ -16,6 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 Bf16Bits = npt.NDArray[np.uint16]
 Words = npt.NDArray[np.uint32]
 Scales = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Divisors = tuple[tuple[int, int], ...]
 
 
@@ -72,6 +73,59 @@ def fp8_block_to_int4(
     packed[:] = int4.pack(codes).numpy().view(np.uint32)
     out_scale[:] = stored.view(torch.uint16).numpy()
     return first_nan(weight)
+
+
+def first_unsound(weight: Floats) -> int | None:
+    """The flat position of the first NaN, infinity, or magnitude above 2^127, or None."""
+    unsound = ~(np.abs(weight) <= 2.0**127)
+    return int(np.argmax(unsound)) if unsound.any() else None
+
+
+def float_to_int4(
+    weight: Floats,
+    group_size: int,
+    divisors: Divisors,
+    signed: bool,
+    packed: Words,
+    out_scale: Bf16Bits,
+    backend: Backend = "compiled",
+) -> int | None:
+    """Quantize `weight` [N, K] into `packed` [N, K/8] and `out_scale` [N, K/group_size].
+
+    Returns None, or the flat position of the first NaN, infinity, or number above 2^127 whose scale would overflow.
+    """
+    if backend == "compiled":
+        from quantkit.kernels.float_to_int4 import float_to_int4 as kernel
+
+        bad = kernel(weight, group_size, divisors, signed, packed, out_scale)
+        return first_unsound(weight) if bad >= 0 else None
+    import torch
+
+    from quantkit.formats import int4
+
+    codes, stored = int4.quantize(torch.from_numpy(weight), group_size, divisors, signed)
+    packed[:] = int4.pack(codes).numpy().view(np.uint32)
+    out_scale[:] = stored.view(torch.uint16).numpy()
+    return first_unsound(weight)
+
+
+def unpack_int4(packed: Words) -> npt.NDArray[np.int64]:
+    """The codes -8..7 [N, K] in `packed` [N, K/8]."""
+    nibbles = (packed[:, :, None] >> (np.arange(8, dtype=np.uint32) * 4)) & 0xF
+    return nibbles.astype(np.int64).reshape(len(packed), -1) - 8
+
+
+def fp8_block_to_float(weight: Bytes, scale: Scales, block: tuple[int, int]) -> npt.NDArray[np.float64]:
+    """Decode FP8 `weight` [N, K] exactly."""
+    expanded = scale.astype(np.float64).repeat(block[0], axis=0).repeat(block[1], axis=1)
+    return e4m3_values()[weight] * expanded[: weight.shape[0], : weight.shape[1]]
+
+
+def to_float32(data: Bytes, dtype: str) -> npt.NDArray[np.float32]:
+    """The numbers of BF16, F16 or F32 bytes, exactly."""
+    if dtype == "BF16":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return data.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32)
 
 
 def fp8_block_to_bf16(

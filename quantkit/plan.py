@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from quantkit.checkpoint.config import MTP_KEY, int4_config, replace_value, splice
+from quantkit.checkpoint.config import MTP_KEY, dense_int4_config, int4_config, replace_value, splice
 from quantkit.checkpoint.engines import ENGINES, ConfigMatcher, is_linear
 from quantkit.checkpoint.header import StoredTensor, TensorSpec, lay_out
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.weights import Encoding, Weight, fp8_block_specs, int4_specs, read_weights
+from quantkit.checkpoint.weights import FLOAT_DTYPES, Encoding, Weight, fp8_block_specs, int4_specs, read_weights
 from quantkit.errors import PlanError
-from quantkit.naming import TensorName
+from quantkit.naming import Role, TensorName
 from quantkit.recipe import Mtp, Recipe, Scheme, Treatment
 
 
@@ -154,7 +154,7 @@ def _make_steps(source: Source, recipe: Recipe, weights: Iterable[Weight]) -> It
 
 def _make_step(weight: Weight, treatment: Treatment) -> Step:
     name, shape = weight.name, weight.shape
-    if treatment.scheme is Scheme.INT4:
+    if treatment.scheme is Scheme.INT4 and name.leaf != "bias":
         return Step(weight, treatment, _int4_outputs(weight, treatment))
     if weight.encoding is Encoding.PLAIN:
         return Step(weight, treatment, (weight.data.spec,))
@@ -167,17 +167,16 @@ def _make_step(weight: Weight, treatment: Treatment) -> Step:
 def _int4_outputs(weight: Weight, treatment: Treatment) -> tuple[TensorSpec, ...]:
     name, group_size = weight.name, treatment.group_size
     assert group_size is not None
-    if weight.encoding is not Encoding.FP8_BLOCK or weight.block is None:
+    if weight.encoding is Encoding.PLAIN and (weight.data.spec.dtype not in FLOAT_DTYPES or len(weight.shape) != 2):
         raise PlanError(
-            f"{name} is {weight.label}; INT4 is made from FP8 block weights",
-            hint="Convert the FP8 release of the model.",
+            f"{name} is {weight.label} {list(weight.shape)}; INT4 is made from FP8 blocks, BF16, FP16 or FP32 matrices",
+            hint="Give its role another scheme in the recipe.",
         )
-    for size, what in ((weight.shape[1], "columns"), (weight.block[1], "columns of an FP8 block")):
-        if size % group_size:
-            raise PlanError(
-                f"{name}: the group size {group_size} does not divide the {size} {what}",
-                hint="Choose a smaller --group-size.",
-            )
+    if weight.shape[1] % group_size:
+        raise PlanError(
+            f"{name}: the group size {group_size} does not divide the {weight.shape[1]} columns",
+            hint="Choose a smaller --group-size.",
+        )
     return int4_specs(name.module, (weight.shape[0], weight.shape[1]), group_size)
 
 
@@ -211,6 +210,8 @@ def _quantization_config(source: Source, recipe: Recipe, steps: Iterable[Step]) 
     layers = {weight.name.layer for weight in (step.weight for step in steps) if weight.name.layer is not None}
     mtp_layers = tuple(sorted(layer for layer in layers if layer >= source.num_hidden_layers))
     kept_mtp_layers = mtp_layers if recipe.mtp is Mtp.KEEP else ()
+    if not any(step.weight.name.role is Role.ROUTED_EXPERT for step in steps):
+        return dense_int4_config(group_sizes.pop())
     return int4_config(group_sizes.pop(), kept[0].block if kept else None, kept_mtp_layers)
 
 

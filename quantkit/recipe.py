@@ -177,7 +177,7 @@ def recipe_names() -> tuple[str, ...]:
 
 def int4_recipe(model: str, model_type: str) -> Recipe:
     """The recipe that `--int4` means: `<alias>-int4` for an alias, else the first INT4 recipe made for `model_type`."""
-    names = [name for name in recipe_names() if name.endswith("-int4")]
+    names = [name for name in recipe_names() if name == "int4" or name.endswith("-int4")]
     if f"{model}-int4" in names:
         return load_recipe(f"{model}-int4")
     fitting = (recipe for recipe in map(load_recipe, names) if model_type in recipe.model_types)

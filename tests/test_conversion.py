@@ -15,7 +15,7 @@ import quantkit
 from quantkit.conversion import Options
 from quantkit.errors import OutputError, PlanError, QuantkitError, SourceError, UsageError
 from quantkit.formats import fp8_block, int4
-from quantkit.recipe import Rest, ScaleMethod
+from quantkit.recipe import Mtp, Rest, ScaleMethod
 
 ToyMaker = Callable[..., Path]
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -125,6 +125,77 @@ def test_scale_option_lowers_the_error(toy: Path, tmp_path: Path) -> None:
     assert errors[ScaleMethod.SIGNED] <= 0.75 * errors[ScaleMethod.MINMAX]
     scales = load(tmp_path / "signed")[f"{EXPERT}_scale"]
     assert 0.3 < (scales < 0).float().mean() < 0.7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_float_source(make_toy: ToyMaker, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Experts in BF16, FP16 or FP32 become INT4 by the reference's arithmetic, and verify compares them too."""
+
+    def decode(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            weight = name.removesuffix("_scale_inv")
+            tensors[weight] = fp8_block.dequantize(tensors[weight], tensors.pop(name), dtype=torch.float32).to(dtype)
+
+    source = make_toy(decode)
+    quantkit.convert(source, tmp_path / "out")
+
+    weight, output = load(source)[EXPERT], load(tmp_path / "out")
+    codes, scale = int4.quantize(weight, 32, ScaleMethod.SEARCH.divisors)
+    assert same(output[f"{EXPERT}_packed"], int4.pack(codes))
+    assert same(output[f"{EXPERT}_scale"], scale)
+    result = quantkit.verify(tmp_path / "out", source)
+    assert result.passed
+    assert {error.role for error in result.errors} == {"routed_expert"}
+
+
+def test_groups_over_block_borders(make_toy: ToyMaker, tmp_path: Path) -> None:
+    """FP8 blocks narrower than a group go by way of exact floats."""
+    block = (128, 64)
+
+    def requantize(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            weight = name.removesuffix("_scale_inv")
+            decoded = fp8_block.dequantize(tensors[weight], tensors[name], dtype=torch.float32)
+            tensors[weight], tensors[name] = fp8_block.quantize(decoded, block)
+
+    source = make_toy(requantize)
+    config = source / "config.json"
+    content = json.loads(config.read_text())
+    content["quantization_config"]["weight_block_size"] = list(block)
+    config.write_text(json.dumps(content))
+    quantkit.convert(source, tmp_path / "out", options=Options(group_size=128))
+
+    tensors, output = load(source), load(tmp_path / "out")
+    exact = fp8_block.dequantize(tensors[EXPERT], tensors[f"{EXPERT}_scale_inv"], block, torch.float64)
+    codes, scale = int4.quantize(exact, 128, ScaleMethod.SEARCH.divisors)
+    assert same(output[f"{EXPERT}_packed"], int4.pack(codes))
+    assert same(output[f"{EXPERT}_scale"], scale)
+    assert quantkit.verify(tmp_path / "out", source).passed
+
+
+def test_mtp_keep(toy: Path, toy_int4: Path, tmp_path: Path) -> None:
+    """--mtp keep leaves the MTP layer's experts as the rest is, with a config that each engine resolves to that."""
+    source, default = load(toy), load(toy_int4)
+    for rest in Rest:
+        quantkit.convert(toy, tmp_path / rest, options=Options(mtp=Mtp.KEEP, rest=rest))
+        output = load(tmp_path / rest)
+        name = "model.layers.2.mlp.experts.1.up_proj.weight"
+        decoded = fp8_block.dequantize(source[name], source[f"{name}_scale_inv"])
+        assert same(output[name], source[name] if rest is Rest.FP8 else decoded)
+        assert same(output[f"{EXPERT}_packed"], default[f"{EXPERT}_packed"])
+        assert quantkit.verify(tmp_path / rest, toy).passed
+
+
+def test_mtp_drop(toy: Path, tmp_path: Path) -> None:
+    """--mtp drop leaves out exactly the MTP layer's tensors, sets the config's count to 0, and verify knows of it."""
+    quantkit.convert(toy, tmp_path / "out", "bf16", options=Options(mtp=Mtp.DROP))
+
+    kept = {name for name in load(toy) if not name.endswith("_scale_inv") and ".layers.2." not in name}
+    assert load(tmp_path / "out").keys() == kept
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (toy, tmp_path / "out"))
+    del before["quantization_config"]
+    assert after == before | {"num_nextn_predict_layers": 0}
+    assert quantkit.verify(tmp_path / "out", toy).passed
 
 
 def test_rest_option_equals_the_recipe(toy: Path, tmp_path: Path) -> None:

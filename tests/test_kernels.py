@@ -107,6 +107,50 @@ def test_int4_every_byte_under_every_maximum() -> None:
         assert_int4_equal(weight, scale, (1, 32), 32)
 
 
+@pytest.mark.parametrize("group_size", [32, 96, 128])
+@pytest.mark.parametrize("method", ScaleMethod)
+def test_int4_from_floats_equals_reference(method: ScaleMethod, group_size: int) -> None:
+    """INT4 from floats has the reference's bytes: zeros, tiny, huge and tied numbers, groups that no FP8 block has."""
+    weight = np.random.default_rng(7).standard_normal((40, 384)).astype(np.float32)
+    weight[3] = 0
+    weight[4, ::2] = 1e-45
+    weight[5] *= 1e-37
+    weight[6] *= 1e37
+    weight[7] = np.tile([0.5, -0.5, 0.25, -0.0], 96)
+    results = []
+    backends: tuple[ops.Backend, ...] = ("compiled", "reference")
+    for backend in backends:
+        packed, out_scale = int4_arrays((40, 384), group_size)
+        signed = method is ScaleMethod.SIGNED
+        assert ops.float_to_int4(weight, group_size, method.divisors, signed, packed, out_scale, backend) is None
+        results.append((packed, out_scale))
+
+    _assert_equal(*results)
+
+
+@pytest.mark.parametrize("method", ScaleMethod)
+def test_both_ways_to_int4_agree(method: ScaleMethod) -> None:
+    """From exact floats the bytes are those of the FP8 byte domain."""
+    weight, scale = random_fp8((130, 256))
+    packed, out_scale = int4_arrays((130, 256), 64)
+    floats = ops.fp8_block_to_float(weight, scale, (128, 128))
+
+    assert ops.float_to_int4(floats, 64, method.divisors, method is ScaleMethod.SIGNED, packed, out_scale) is None
+
+    _assert_equal((packed, out_scale), quantize(weight, scale, (128, 128), 64, method))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+def test_unsound_floats_are_found(value: float, backend: ops.Backend) -> None:
+    """A NaN, an infinity and a number whose scale would overflow are reported at their position."""
+    weight = np.ones((3, 64), np.float32)
+    weight[2, 5] = value
+
+    arrays = int4_arrays((3, 64), 32)
+    assert ops.float_to_int4(weight, 32, ((15, 2),), False, *arrays, backend) == 2 * 64 + 5
+
+
 @pytest.mark.parametrize("exponent", [-126, -125, -120, -118, -112, 100, 119])
 def test_int4_extreme_scales(exponent: int) -> None:
     """At the ends of the scales' range, where an INT4 scale would be subnormal, the codes are still the reference's."""

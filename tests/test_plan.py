@@ -388,18 +388,12 @@ def test_no_old_quantization_config_survives_in_a_nested_config(recipe: str) -> 
         ({"moe_intermediate_size": 192}, 128, "experts.0.down_proj.weight", "the 192 columns"),
         ({"moe_intermediate_size": 96}, 64, "experts.0.down_proj.weight", "the 96 columns"),
         ({"hidden_size": 32}, 64, "experts.0.gate_proj.weight", "the 32 columns"),
-        (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}},
-            128,
-            "experts.0.down_proj.weight",
-            "the 64 columns of an FP8 block",
-        ),
     ],
 )
 def test_a_group_size_that_does_not_divide_is_refused(
     changes: dict[str, Any], group_size: int, named: str, what: str
 ) -> None:
-    """A group that would reach over the end of a row or the border of a block is refused by tensor and size."""
+    """A group that would reach over the end of a row is refused by tensor and size."""
     error = refusal(toy(**changes), load_recipe(INT4).with_int4(group_size=group_size))
 
     assert f"model.layers.1.mlp.{named}: the group size {group_size} does not divide {what}" in str(error)
@@ -407,13 +401,27 @@ def test_a_group_size_that_does_not_divide_is_refused(
     assert "--group-size" in error.hint
 
 
-def test_a_source_in_bf16_is_refused_for_int4() -> None:
-    """INT4 is made from FP8 blocks; the error names the tensor, what it is and the release to take."""
-    error = refusal(toy(quantization_config=...), load_recipe(INT4))
+def test_a_source_in_bf16_gets_the_config_of_a_bf16_rest() -> None:
+    """The BF16 release converts too: its experts become INT4, and the config describes a BF16 rest."""
+    plan = make_plan(toy(quantization_config=...), load_recipe(INT4))
 
-    assert "model.layers.1.mlp.experts.0.down_proj.weight is bf16" in str(error)
+    assert plan.quantization_config is not None
+    assert list(plan.quantization_config["config_groups"]) == ["group_0"]
+    assert outputs_below(plan, "model.layers.1.mlp.experts.0.down_proj").keys() == {
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+    }
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("I32", (128, 128)), ("F64", (128, 128)), ("BF16", (2, 128, 128))])
+def test_int4_from_what_is_no_float_matrix_is_refused(dtype: str, shape: tuple[int, ...]) -> None:
+    """Integers, doubles and stacks are refused by name, dtype and shape."""
+    name = f"{LAYER}.mlp.experts.0.up_proj"
+    error = refusal(make_source({"1": plain(name, *shape, dtype=dtype)}), load_recipe(INT4))
+
+    assert f"{name}.weight is {dtype.lower()} {list(shape)}" in str(error)
     assert error.hint is not None
-    assert "FP8" in error.hint
 
 
 @pytest.mark.parametrize("recipe", [INT4, BF16_REST, BF16])
@@ -486,7 +494,6 @@ def test_an_expert_in_another_format_is_refused() -> None:
     stray = f"{LAYER}.mlp.experts.1.up_proj"
     source = make_source({"1": [*experts(0), *experts(1, parts=("gate", "down")), *plain(stray, 128, 128)]})
 
-    assert f"{stray}.weight is bf16" in str(refusal(source, load_recipe(INT4)))
     error = refusal(source, custom("{roles: [kv_b], scheme: bf16}"))
     assert f"{stray} (bf16)" in str(error)
     assert f"{LAYER}.mlp.experts.0." in str(error)

@@ -29,7 +29,7 @@ LAST = "\n  - {roles: all, scheme: keep}"
 
 def test_the_built_in_recipes_are_these() -> None:
     """The recipes that ship are listed by name, without the list of models."""
-    assert recipe_names() == ("bf16", "glm-5.2-int4", "glm-5.2-int4-bf16rest")
+    assert recipe_names() == ("bf16", "glm-5.2-int4", "glm-5.2-int4-bf16rest", "int4")
 
 
 @pytest.mark.parametrize(
@@ -239,14 +239,14 @@ def test_int4_means_the_models_recipe(model: str, model_type: str) -> None:
 
 def test_int4_for_an_unknown_model_type_is_refused() -> None:
     """Without a recipe for the model type the error names model and type, and says what to write."""
-    with pytest.raises(RecipeError, match=r"/models/mine.*'llama'") as caught:
-        int4_recipe("/models/mine", "llama")
+    with pytest.raises(RecipeError, match=r"/models/mine.*'mamba'") as caught:
+        int4_recipe("/models/mine", "mamba")
 
     assert caught.value.hint is not None
     assert "--recipe" in caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["bf16", "glm-5.2-int4", "glm-5.2-int4-bf16rest"])
+@pytest.mark.parametrize("name", ["bf16", "glm-5.2-int4", "glm-5.2-int4-bf16rest", "int4"])
 def test_as_dict_says_what_the_file_says(name: str) -> None:
     """The dictionary for the manifest is the YAML file's content with the name added."""
     text = resources.files("quantkit.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
@@ -254,6 +254,7 @@ def test_as_dict_says_what_the_file_says(name: str) -> None:
     assert json.loads(json.dumps(load_recipe(name).as_dict())) == {
         "name": name,
         "model_types": [],
+        "mtp": "quantize",
         **yaml.safe_load(text),
     }
 

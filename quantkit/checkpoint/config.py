@@ -23,6 +23,7 @@ _IGNORE_BF16_REST = (
     r"re:.*shared_experts.*",
     r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
 )
+_IGNORE_DENSE = ("lm_head", r"re:.*embed_tokens$", r"re:.*mlp\.gate$")
 _IGNORE_FP8_REST = (
     "lm_head",
     r"re:.*kv_b_proj$",
@@ -40,6 +41,11 @@ _FP8_TARGETS = (
     r"re:.*shared_experts\..*",
     r"re:.*mlp\.(gate|up|gate_up|down)_proj$",
 )
+
+
+def dense_int4_config(group_size: int) -> dict[str, Any]:
+    """The compressed-tensors block for a model whose every Linear but `lm_head` is INT4."""
+    return _config([_group(["Linear"], _int4_weights(group_size))], list(_IGNORE_DENSE))
 
 
 def int4_config(
@@ -62,6 +68,10 @@ def int4_config(
             groups.insert(0, _group([rf"re:.*{layer}\.mlp\.exp\w+\.\d+\.(gate|up|down)_proj$"], *fp8))
     elif kept_layers:
         ignore.append(rf"re:.*{layer}\.mlp\.experts\..*")
+    return _config(groups, ignore)
+
+
+def _config(groups: list[dict[str, Any]], ignore: list[str]) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

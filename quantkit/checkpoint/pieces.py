@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit import ops
-from quantkit.checkpoint.header import StoredTensor
+from quantkit.checkpoint.header import DTYPE_BYTES, StoredTensor
 from quantkit.checkpoint.source import read_into
 from quantkit.checkpoint.weights import CODES_PER_WORD, Encoding, Weight
 from quantkit.errors import SourceError
@@ -44,10 +44,11 @@ def byte_ranges(nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def row_ranges(weight: Weight) -> Iterator[tuple[int, int]]:
-    """The rows of a weight cut into pieces at the borders of its blocks; a row counts with a byte for each column."""
+    """The rows of a matrix that is not packed, cut into pieces at the borders of its blocks."""
     rows, columns = weight.shape
     block_rows = weight.block[0] if weight.block else 1
-    height = max(PIECE_BYTES // max(columns, 1) // block_rows, 1) * block_rows
+    width = max(columns, 1) * DTYPE_BYTES[weight.data.spec.dtype]
+    height = max(PIECE_BYTES // width // block_rows, 1) * block_rows
     for begin in range(0, rows, height):
         yield begin, min(begin + height, rows)
 
@@ -80,6 +81,14 @@ class Reader:
         scales = scale.view(np.float32).reshape(last - first, grid_columns)
         check_block_scales(weight.scale, scales, first)
         return data.reshape(end - begin, columns), scales
+
+    def float_rows(self, weight: Weight, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """The rows `begin` to `end` of a plain BF16, F16 or F32 matrix as float32 [rows, K]."""
+        dtype = weight.data.spec.dtype
+        width = weight.shape[1] * DTYPE_BYTES[dtype]
+        return ops.to_float32(self.tensor_bytes(weight.data, begin * width, end * width), dtype).reshape(
+            end - begin, -1
+        )
 
     def int4_rows(self, weight: Weight, begin: int, end: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
         """The rows `begin` to `end` of an INT4 weight: words [rows, K/8], and BF16 bits of the scales [rows, K/g]."""

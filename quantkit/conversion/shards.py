@@ -54,7 +54,8 @@ class _Shard:
 def _pieces(shard: _Shard) -> Iterator[Callable[[], int]]:
     """The shard's work in the order of the source; each piece returns the source bytes that it dealt with."""
     for step in shard.job.steps:
-        if step.weight.encoding is Encoding.FP8_BLOCK and step.treatment.scheme is not Scheme.KEEP:
+        decoded = step.weight.encoding is Encoding.FP8_BLOCK and step.treatment.scheme is Scheme.BF16
+        if decoded or step.treatment.scheme is Scheme.INT4:
             yield from (partial(_convert, shard, step, begin, end) for begin, end in row_ranges(step.weight))
         else:
             for tensor, target in zip(step.weight.tensors, step.outputs, strict=True):
@@ -74,16 +75,21 @@ def _copy(shard: _Shard, step: Step, tensor: StoredTensor, target: str, begin: i
 
 
 def _convert(shard: _Shard, step: Step, begin: int, end: int) -> int:
-    """Convert the rows `begin` to `end` of an FP8 weight."""
-    data, scale = shard.reader.fp8_rows(step.weight, begin, end)
-    convert = _to_int4 if step.treatment.scheme is Scheme.INT4 else _to_bf16
-    bad = convert(shard, step, begin, data, scale)
+    """Convert the rows `begin` to `end` of a weight."""
+    weight = step.weight
+    if weight.encoding is Encoding.FP8_BLOCK:
+        data, scale = shard.reader.fp8_rows(weight, begin, end)
+        convert = _fp8_to_int4 if step.treatment.scheme is Scheme.INT4 else _fp8_to_bf16
+        bad, nbytes = convert(shard, step, begin, data, scale), data.nbytes + scale.nbytes
+    else:
+        floats = shard.reader.float_rows(weight, begin, end)
+        bad, nbytes = _to_int4(shard, step, begin, floats), weight.nbytes * (end - begin) // weight.shape[0]
     if bad is not None:
-        raise nan_error(step.weight.data, begin * step.weight.shape[1] + bad)
-    return data.nbytes + scale.nbytes
+        raise nan_error(weight.data, begin * weight.shape[1] + bad)
+    return nbytes
 
 
-def _to_bf16(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.Scales) -> int | None:
+def _fp8_to_bf16(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.Scales) -> int | None:
     assert step.weight.block is not None
     decoded = buffer("decoded", data.shape, np.uint16)
     bad = ops.fp8_block_to_bf16(data, scale, step.weight.block, decoded)
@@ -91,19 +97,41 @@ def _to_bf16(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.
     return bad
 
 
-def _to_int4(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.Scales) -> int | None:
-    assert step.weight.block is not None
+def _fp8_to_int4(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.Scales) -> int | None:
+    """In the byte domain where each group lies in one block, else by way of exact floats."""
+    block, group_size, method = step.weight.block, step.treatment.group_size, step.treatment.scale
+    assert block is not None
+    assert group_size is not None
+    assert method is not None
+    if block[1] % group_size:
+        return _to_int4(shard, step, begin, ops.fp8_block_to_float(data, scale, block))
+    packed, out_scale = _int4_buffers(data.shape, group_size)
+    signed = method is ScaleMethod.SIGNED
+    bad = ops.fp8_block_to_int4(data, scale, block, group_size, method.divisors, signed, packed, out_scale)
+    _write_int4(shard, step, begin, packed, out_scale)
+    return bad
+
+
+def _to_int4(shard: _Shard, step: Step, begin: int, floats: ops.Floats) -> int | None:
     group_size, method = step.treatment.group_size, step.treatment.scale
     assert group_size is not None
     assert method is not None
-    rows, columns = data.shape
-    packed = buffer("packed", (rows, columns // CODES_PER_WORD), np.uint32)
-    out_scale = buffer("out_scale", (rows, columns // group_size), np.uint16)
+    packed, out_scale = _int4_buffers(floats.shape, group_size)
     signed = method is ScaleMethod.SIGNED
-    bad = ops.fp8_block_to_int4(data, scale, step.weight.block, group_size, method.divisors, signed, packed, out_scale)
+    bad = ops.float_to_int4(floats, group_size, method.divisors, signed, packed, out_scale)
+    _write_int4(shard, step, begin, packed, out_scale)
+    return bad
+
+
+def _int4_buffers(shape: tuple[int, ...], group_size: int) -> tuple[ops.Words, ops.Bf16Bits]:
+    rows, columns = shape
+    packed = buffer("packed", (rows, columns // CODES_PER_WORD), np.uint32)
+    return packed, buffer("out_scale", (rows, columns // group_size), np.uint16)
+
+
+def _write_int4(shard: _Shard, step: Step, begin: int, packed: ops.Words, out_scale: ops.Bf16Bits) -> None:
     packed_name, scale_name, shape_name = (spec.name for spec in step.outputs)
     shard.write(packed_name, begin * packed.shape[1] * 4, packed)
     shard.write(scale_name, begin * out_scale.shape[1] * 2, out_scale)
     if begin == 0:
         shard.write(shape_name, 0, np.array(step.weight.shape, np.int64))
-    return bad

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges
@@ -110,6 +109,7 @@ def _compare(
     changes: dict[tuple[Encoding, Encoding], _Comparison] = {
         (Encoding.FP8_BLOCK, Encoding.INT4): _compare_int4,
         (Encoding.FP8_BLOCK, Encoding.PLAIN): _compare_bf16,
+        (Encoding.PLAIN, Encoding.INT4): _compare_float_int4,
     }
     compare = changes.get((theirs.encoding, ours.encoding))
     sums = 0.0, 0.0
@@ -145,28 +145,42 @@ def _compare_int4(
     return squared_error, squared_weight
 
 
+def _compare_float_int4(
+    reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight
+) -> tuple[float, float]:
+    not_nearest, squared_error, squared_weight = 0, 0.0, 0.0
+    for begin, end in row_ranges(theirs):
+        exact = source_reader.float_rows(theirs, begin, end).astype(np.float64)
+        packed, out_scale = reader.int4_rows(ours, begin, end)
+        step = ops.to_float32(out_scale.view(np.uint8), "BF16").astype(np.float64).reshape(out_scale.shape)
+        step = step.repeat(ours.shape[1] // out_scale.shape[1], axis=1)
+        codes = ops.unpack_int4(packed)
+        error = exact - codes * step
+        beyond = ((codes == 7) & (error / step > 0)) | ((codes == -8) & (error / step < 0))
+        not_nearest += int((~((np.abs(error) <= np.abs(step) / 2) | beyond)).sum())
+        squared_error += float(np.square(error).sum())
+        squared_weight += float(np.square(exact).sum())
+    if not_nearest:
+        findings.problem("codes", f"{ours.name}: {not_nearest:,} codes are not the nearest under their scale")
+    return squared_error, squared_weight
+
+
 def _compare_bf16(
     reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight
 ) -> tuple[float, float]:
+    assert theirs.block is not None
     squared_error = squared_weight = 0.0
     for begin, end in row_ranges(theirs):
-        exact = _exact(theirs, *source_reader.fp8_rows(theirs, begin, end))
+        exact = ops.fp8_block_to_float(*source_reader.fp8_rows(theirs, begin, end), theirs.block)
         columns = ours.shape[1]
-        bits = reader.tensor_bytes(ours.data, begin * columns * 2, end * columns * 2).view(np.uint16)
-        decoded = (bits.astype(np.uint32) << 16).view(np.float32).reshape(exact.shape)
+        bits = reader.tensor_bytes(ours.data, begin * columns * 2, end * columns * 2)
+        decoded = ops.to_float32(bits, "BF16").reshape(exact.shape)
         difference = decoded - exact
         if (np.abs(difference) > np.abs(exact) * _BF16_UNIT).any():
             findings.problem("codes", f"{ours.name} is not its source decoded to BF16")
         squared_error += float(np.square(difference).sum())
         squared_weight += float(np.square(exact).sum())
     return squared_error, squared_weight
-
-
-def _exact(weight: Weight, data: ops.Bytes, scale: ops.Scales) -> npt.NDArray[np.float64]:
-    """The rows of an FP8 weight as exact float64."""
-    assert weight.block is not None
-    expanded = scale.astype(np.float64).repeat(weight.block[0], axis=0).repeat(weight.block[1], axis=1)
-    return ops.e4m3_values()[data] * expanded[: data.shape[0], : data.shape[1]]
 
 
 def _compare_copy(reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight) -> None:
