@@ -19,6 +19,10 @@ from quantkit.errors import PlanError
 from quantkit.naming import Role, TensorName
 from quantkit.recipe import Mtp, Recipe, Scheme, Treatment
 
+_ROW_PARALLEL = ("down_proj", "o_proj")  # engines give each rank some of their columns
+_TENSOR_PARALLEL = (2, 4, 8)
+_SMALLEST_PART = 128  # columns that the engines' INT4 kernels need at least
+
 
 @dataclass(frozen=True)
 class Step:
@@ -87,6 +91,11 @@ class Plan:
     def file_bytes(self) -> int:
         """The size of all output shards in bytes, headers included."""
         return sum(job.file_bytes for job in self.jobs)
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What is odd in the source, and what a usual deployment of the output could not do."""
+        return (*self.source.warnings, *_tensor_parallel_warnings(self.steps))
 
     @property
     def config_text(self) -> str:
@@ -192,6 +201,24 @@ def _check_fused_partners(steps: Iterable[Step]) -> None:
             raise PlanError(
                 f"engines fuse {partner.weight.module} ({partner.label}) and {step.weight.module} ({step.label}) "
                 "into one module, which needs one format"
+            )
+
+
+def _tensor_parallel_warnings(steps: Iterable[Step]) -> Iterator[str]:
+    """One for each projection that ranks share by columns, if a rank's part of a usual size would cut a group."""
+    seen: set[tuple[str, int]] = set()
+    for step in steps:
+        projection = step.weight.module.rpartition(".")[2]
+        if step.treatment.group_size is None or projection not in _ROW_PARALLEL or len(step.outputs) < 2:
+            continue
+        columns, group_size = step.weight.shape[1], step.treatment.group_size
+        served = (ranks for ranks in _TENSOR_PARALLEL if columns // ranks >= _SMALLEST_PART)
+        cut = next((ranks for ranks in served if columns % (ranks * group_size)), None)
+        if cut and (projection, columns) not in seen:
+            seen.add((projection, columns))
+            yield (
+                f"tensor parallelism over {cut} ranks or more would cut the groups of {group_size} in "
+                f"{step.weight.module} ({columns} columns)"
             )
 
 

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -479,6 +481,41 @@ def test_failed_run_leaves_nothing_that_loads(toy: Path, tmp_path: Path, monkeyp
     monkeypatch.undo()
     quantkit.convert(toy, tmp_path / "out", overwrite=True)
     assert quantkit.verify(tmp_path / "out", toy).passed
+
+
+def test_full_disk(toy: Path, tmp_path: Path) -> None:
+    """On a file system that is really full the run is refused or breaks off with an error, and nothing loads."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs needs privileges")
+    try:
+        with pytest.raises(OutputError, match="free"):
+            quantkit.convert(toy, tmp_path / "out")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quantkit.checkpoint.writer._check_space", lambda *_: None)
+            with pytest.raises(OutputError, match="No space left") as caught:
+                quantkit.convert(toy, tmp_path / "out")
+        assert caught.value.hint
+        assert not (tmp_path / "out" / "config.json").exists()
+        for path in (tmp_path / "out").glob("*.safetensors"):
+            load_file(path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_many_shards_need_few_open_files(make_toy: ToyMaker, toy_int4: Path, tmp_path: Path) -> None:
+    """A checkpoint in 100 shards converts, and verifies, with 64 open files allowed."""
+    source = make_toy(num_shards=100)
+    program = (
+        "import resource, sys, quantkit; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
+        "quantkit.convert(sys.argv[1], sys.argv[2]); sys.exit(not quantkit.verify(sys.argv[2], sys.argv[1]).passed)"
+    )
+
+    subprocess.run([sys.executable, "-c", program, source, tmp_path / "out"], check=True)
+
+    ours, theirs = load(tmp_path / "out"), load(toy_int4)
+    assert ours.keys() == theirs.keys()
+    assert all(same(ours[name], theirs[name]) for name in ours)
 
 
 def test_too_small_a_disk_is_refused_at_once(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,15 @@
 """The torch references: golden bytes, rounding rules, edge groups, and agreement with the library that engines use."""
 
+import math
+
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quantkit.formats import fp8_block, int4
+from quantkit.recipe import ScaleMethod
 
 SHAPES = [(1, 32), (3, 96), (128, 256), (144, 384)]
 
@@ -34,6 +39,49 @@ def test_int4_packing_equals_compressed_tensors(shape: tuple[int, int]) -> None:
     assert torch.equal(packed, pack_to_int32(codes, num_bits=4))
     assert torch.equal(unpack_from_int32(packed, 4, torch.Size(shape)), codes)
     assert torch.equal(int4.unpack(packed), codes)
+
+
+@given(st.lists(st.lists(st.integers(-8, 7), min_size=16, max_size=16), min_size=1, max_size=4))
+def test_int4_packing_is_lossless(codes: list[list[int]]) -> None:
+    """Any codes come back, and each nibble is where the layout says."""
+    packed = int4.pack(torch.tensor(codes, dtype=torch.int8))
+
+    assert int4.unpack(packed).tolist() == codes
+    for row, words in zip(codes, packed.tolist(), strict=True):
+        for column, code in enumerate(row):
+            assert (words[column // 8] >> 4 * (column % 8)) & 0xF == code + 8
+
+
+@given(
+    st.lists(st.floats(-(2.0**99), 2.0**99, allow_subnormal=False, width=32), min_size=32, max_size=32),
+    st.sampled_from(ScaleMethod),
+)
+def test_int4_scale_and_codes_are_sound(row: list[float], method: ScaleMethod) -> None:
+    """For any numbers the scale is normal and finite, signed only on request, and no code has a nearer neighbour."""
+    weight = torch.tensor([row], dtype=torch.float64)
+
+    codes, scale = int4.quantize(weight, 32, method.divisors, method is ScaleMethod.SIGNED)
+
+    step = scale.double().item()
+    assert 2.0**-126 <= abs(step) < math.inf
+    assert step > 0 or method is ScaleMethod.SIGNED
+    for value, code in zip(row, codes[0].tolist(), strict=True):
+        neighbours = [abs(value - other * step) for other in (code - 1, code + 1) if -8 <= other <= 7]
+        assert abs(value - code * step) <= min(neighbours)
+
+
+def test_int4_search_takes_the_smallest_error() -> None:
+    """On Gaussian rows the error of choosing for each group is well below that of every candidate alone."""
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(5)).double()
+
+    def error(divisors: tuple[tuple[int, int], ...], signed: bool) -> torch.Tensor:
+        codes, scale = int4.quantize(weight, 32, divisors, signed)
+        return (weight - int4.dequantize(codes, scale, torch.float64)).square().sum()
+
+    for method in (ScaleMethod.SEARCH, ScaleMethod.SIGNED):
+        signed = method is ScaleMethod.SIGNED
+        alone = [error((divisor,), signed) for divisor in method.divisors]
+        assert error(method.divisors, signed) < 0.95 * min(alone)
 
 
 def test_int4_scale_and_codes_by_hand() -> None:

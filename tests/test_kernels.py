@@ -1,11 +1,14 @@
 """The compiled loops equal the torch references byte for byte, over awkward shapes and all byte values."""
 
 from collections.abc import Iterable
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quantkit import ops
 from quantkit.formats import fp8_block
@@ -167,6 +170,21 @@ def test_int4_tables_refuse_an_unsafe_divisor() -> None:
         assert code_tables(method.divisors).shape == (len(method.divisors), 3, 127, 256)
     with pytest.raises(ValueError, match=r"37/4 is not safe"):
         code_tables(((8, 1), (37, 4)))
+
+
+@given(st.sampled_from(ScaleMethod), st.integers(1, 126), st.integers(0, 126), st.floats(2.0**-100, 2.0**100, width=32))
+def test_int4_tables_hold_exact_codes(method: ScaleMethod, largest: int, byte: int, block_scale: float) -> None:
+    """By exact fractions: the table of the stored scale's side holds the nearest code, ties to even."""
+    byte = min(byte, largest)
+    tables = code_tables(method.divisors)
+    for number, (top, bottom) in enumerate(method.divisors):
+        amax = Fraction(VALUES[largest]) * Fraction(block_scale)
+        ideal = amax * bottom / top
+        stored = Fraction(torch.tensor(float(ideal), dtype=torch.float32).bfloat16().item())
+        side = 0 if stored < ideal else 1 if stored == ideal else 2
+        quotient = Fraction(VALUES[byte]) * Fraction(block_scale) / stored
+        assert tables[number, side, largest, byte] == 8 + min(round(quotient), 7)
+        assert tables[number, side, largest, byte | 0x80] == 8 + max(round(-quotient), -8)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -548,6 +548,22 @@ def test_int4_where_no_config_describes_it_is_refused(role: str, rest: Rest) -> 
     assert "built-in" in error.hint
 
 
+@pytest.mark.parametrize(
+    ("columns", "group_size", "ranks"),
+    [(1536, 128, 8), (768, 128, 4), (1536, 64, None), (2048, 128, None), (512, 128, None)],
+)
+def test_groups_that_ranks_would_cut_are_a_warning(columns: int, group_size: int, ranks: int | None) -> None:
+    """1536 columns in groups of 128 leave 192 to each of eight ranks: named once, and not refused."""
+    modules = [f"{LAYER}.mlp.experts.{number}.down_proj" for number in range(2)]
+    source = make_source({"1": [spec for module in modules for spec in fp8(module, 128, columns)]})
+    warnings = make_plan(source, load_recipe(INT4).with_int4(group_size=group_size)).warnings
+
+    assert len(warnings) == (0 if ranks is None else 1)
+    for warning in warnings:
+        assert f"over {ranks} ranks" in warning
+        assert f"groups of {group_size} in {modules[0]} ({columns} columns)" in warning
+
+
 def test_two_group_sizes_are_refused() -> None:
     """Engines take one group size; the message holds both."""
     error = refusal(toy(), custom(int4("routed_expert"), int4("shared_expert", group_size=64)))

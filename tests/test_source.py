@@ -1,8 +1,6 @@
 """Opening a checkpoint finds every tensor's place, and names the file or tensor that is missing or damaged."""
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint.header import TensorSpec, lay_out
-from quantkit.checkpoint.source import INDEX_FILE, Source, open_source, read_header, read_into
+from quantkit.checkpoint.header import StoredTensor, TensorSpec, lay_out
+from quantkit.checkpoint.source import INDEX_FILE, Source, open_source, read_header
 from quantkit.errors import SourceError
 
 CONFIG = {"model_type": "toy", "num_hidden_layers": 3}
@@ -53,8 +51,7 @@ def read_tensor(source: Source, name: str) -> bytes:
     """The bytes of one tensor."""
     tensor = source.tensors[name]
     buffer = bytearray(tensor.spec.nbytes)
-    with source.open_shards([tensor.shard]) as files:
-        read_into(files[tensor.shard], tensor.offset, memoryview(buffer))
+    source.read_into(tensor, 0, memoryview(buffer))
     return bytes(buffer)
 
 
@@ -341,29 +338,18 @@ def test_a_snapshot_of_links_is_a_checkpoint(folder: Path, tmp_path: Path) -> No
     assert read_tensor(source, "a.weight") == floats(0, 1, 2, 3, 4, 5)
 
 
-@pytest.mark.parametrize("error", [False, True])
-def test_open_shards_closes_what_it_opened(folder: Path, error: bool) -> None:
-    """The descriptors are of the shards asked for, and closed on leaving, after an error too."""
-    opened: dict[str, int] = {}
-    with contextlib.suppress(ZeroDivisionError), open_source(folder).open_shards([FIRST, THIRD]) as files:
-        opened.update(files)
-        assert os.fstat(files[THIRD]).st_size == (folder / THIRD).stat().st_size
-        if error:
-            raise ZeroDivisionError
-
-    assert opened.keys() == {FIRST, THIRD}
-    for file in opened.values():
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(file)
-
-
 def test_a_source_without_files_has_nothing_to_read() -> None:
     """A source made from a config alone says so when its weights are asked for."""
     tensor = lay_out([TensorSpec("a", "U8", (1,))], FIRST)[1][0]
     source = Source("toy", None, "{}", {"a": tensor})
 
-    with pytest.raises(SourceError, match="toy: only the config is known"), source.open_shards([FIRST]):
-        pass
+    with pytest.raises(SourceError, match="toy: only the config is known"):
+        source.read_into(tensor, 0, memoryview(bytearray(1)))
+
+
+def source_of(path: Path, nbytes: int, offset: int) -> Source:
+    """A source whose one tensor is said to lie at `offset` of a file that need not be a safetensors file."""
+    return Source("toy", path.parent, "{}", {"a": StoredTensor(TensorSpec("a", "U8", (nbytes,)), path.name, offset)})
 
 
 def test_a_buffer_larger_than_one_read_is_filled(tmp_path: Path) -> None:
@@ -375,11 +361,9 @@ def test_a_buffer_larger_than_one_read_is_filled(tmp_path: Path) -> None:
         file.seek(offset + border - 4)
         file.write(b"the border")
     buffer = bytearray(b"\xff" * (border + 8))
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        read_into(descriptor, offset, memoryview(buffer))
-    finally:
-        os.close(descriptor)
+    source = source_of(path, border + 8, offset)
+
+    source.read_into(source.tensors["a"], 0, memoryview(buffer))
 
     assert buffer[border - 4 :] == b"the border\0\0"
     assert not any(buffer[: border - 4 : 4093])
@@ -390,12 +374,18 @@ def test_a_shard_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> No
     """Bytes that are no longer there are counted, not read as zeros."""
     path = tmp_path / "short"
     path.write_bytes(b"abcdef")
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with pytest.raises(SourceError, match="ended 6 bytes early"):
-            read_into(descriptor, 2, memoryview(bytearray(10)))
-    finally:
-        os.close(descriptor)
+    source = source_of(path, 12, 0)
+
+    with pytest.raises(SourceError, match="short: ended 6 bytes early"):
+        source.read_into(source.tensors["a"], 2, memoryview(bytearray(10)))
+
+
+def test_a_shard_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    """A file that was removed after the headers were read is named, with the tensor that was wanted."""
+    source = source_of(tmp_path / "gone", 1, 0)
+
+    with pytest.raises(SourceError, match=r"gone: a cannot be read"):
+        source.read_into(source.tensors["a"], 0, memoryview(bytearray(1)))
 
 
 def test_read_header_names_the_file_alone(folder: Path) -> None:

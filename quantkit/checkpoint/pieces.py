@@ -4,7 +4,7 @@ So the memory of a conversion depends neither on a shard's size nor on a tensor'
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.header import DTYPE_BYTES, StoredTensor
-from quantkit.checkpoint.source import read_into
+from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import CODES_PER_WORD, Encoding, Weight
 from quantkit.errors import SourceError
 
@@ -55,14 +55,14 @@ def row_ranges(weight: Weight) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads tensors from open shards; `files` are descriptors by shard name."""
+    """Reads the tensors of `source`."""
 
-    files: Mapping[str, int]
+    source: Source
 
     def tensor_bytes(self, tensor: StoredTensor, begin: int, end: int, key: str = "data") -> npt.NDArray[np.uint8]:
         """The bytes `begin` to `end` of a tensor."""
         array: npt.NDArray[np.uint8] = buffer(key, (end - begin,), np.uint8)
-        read_into(self.files[tensor.shard], tensor.offset + begin, array.data)
+        self.source.read_into(tensor, begin, array.data)
         return array
 
     def fp8_rows(self, weight: Weight, begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:

@@ -5,8 +5,7 @@ Reads are `preadv` into buffers of the caller, because a memory map counts as re
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,19 +72,25 @@ class Source:
         """The size of all tensors in bytes, as an index's `total_size` counts it."""
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
 
-    @contextmanager
-    def open_shards(self, shards: Iterable[str]) -> Iterator[dict[str, int]]:
-        """File descriptors for reading the named shards, closed on leaving."""
+    def read_into(self, tensor: StoredTensor, begin: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `tensor` from its byte `begin` on.
+
+        The file is opened for this read alone: a checkpoint of any number of shards needs few open files.
+        """
         if self.folder is None:
             raise SourceError(f"{self.name}: only the config is known; there are no weights to read")
-        files: dict[str, int] = {}
+        path = self.folder / tensor.shard
         try:
-            for shard in shards:
-                files[shard] = os.open(self.folder / shard, os.O_RDONLY)
-            yield files
-        finally:
-            for file in files.values():
-                os.close(file)
+            with path.open("rb", buffering=0) as file:
+                done = 0
+                while done < len(buffer):
+                    piece = buffer[done : done + _READ_BYTES]
+                    count = os.preadv(file.fileno(), [piece], tensor.offset + begin + done)
+                    if count == 0:
+                        raise SourceError(f"{path}: ended {len(buffer) - done:,} bytes early; it was changed meanwhile")
+                    done += count
+        except OSError as error:
+            raise SourceError(f"{path}: {tensor.spec.name} cannot be read: {error.strerror}") from error
 
 
 def open_source(folder: Path, name: str | None = None, revision: str | None = None) -> Source:
@@ -135,16 +140,6 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
         raise SourceError(f"{path.parent}: shard {path.name} is missing", hint="Download it again.") from None
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def read_into(file: int, offset: int, buffer: memoryview) -> None:
-    """Fill `buffer` from the descriptor `file`, starting at the byte `offset`."""
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(file, [buffer[done : done + _READ_BYTES]], offset + done)
-        if count == 0:
-            raise SourceError(f"a shard ended {len(buffer) - done:,} bytes early; it was changed while it was read")
-        done += count
 
 
 def _read_weight_map(folder: Path, name: str) -> dict[str, str]:

@@ -183,7 +183,7 @@ def _manifest(plan: Plan, files: dict[str, File], source_hashes: dict[str, str])
         total_bytes=plan.nbytes,
         file_bytes=plan.file_bytes,
         files=dict(sorted(files.items())),
-        warnings=source.warnings,
+        warnings=plan.warnings,
     )
 
 

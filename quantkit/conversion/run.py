@@ -64,9 +64,8 @@ class ShardRun:
                     if shard not in hashes:
                         hashes[shard] = hasher.submit(self._hash_source, shard)
                 sources = {shard: hashes[shard] for shard in job.reads}
-                output = self.folder.shard(job.shard, job.file_bytes)
-                with output as file, self.plan.source.open_shards(job.reads) as inputs:
-                    convert_shard(job, inputs, file, pool, self.progress)
+                with self.folder.shard(job.shard, job.file_bytes) as file:
+                    convert_shard(job, self.plan.source, file, pool, self.progress)
                 while pending:
                     yield pending.pop().result()
                 pending.append(publisher.submit(self._publish, job, sources))

@@ -3,7 +3,7 @@
 Every output tensor's place in the file is known before, so pieces may finish in any order and the bytes are the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -15,21 +15,20 @@ import numpy.typing as npt
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor
 from quantkit.checkpoint.pieces import Reader, buffer, byte_ranges, check_block_scales, nan_error, row_ranges
+from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import CODES_PER_WORD, Encoding
 from quantkit.checkpoint.writer import write_at
 from quantkit.plan import ShardJob, Step
 from quantkit.recipe import ScaleMethod, Scheme
 
 
-def convert_shard(
-    job: ShardJob, inputs: Mapping[str, int], output: int, pool: Executor, progress: Callable[[int], None]
-) -> None:
-    """Write the whole file of `job` to the descriptor `output`, reading from the descriptors `inputs` by shard.
+def convert_shard(job: ShardJob, source: Source, output: int, pool: Executor, progress: Callable[[int], None]) -> None:
+    """Write the whole file of `job`, which is made from `source`, to the descriptor `output`.
 
     Raises SourceError, naming the tensor, for a NaN and for a block scale that is NaN, not positive or out of range.
     """
     write_at(output, 0, memoryview(job.header))
-    shard = _Shard(job, Reader(inputs), output)
+    shard = _Shard(job, Reader(source), output)
     futures = [pool.submit(work) for work in _pieces(shard)]
     try:
         for future in futures:
@@ -37,7 +36,7 @@ def convert_shard(
     finally:
         for future in futures:
             future.cancel()
-        wait(futures)  # the caller closes the descriptors
+        wait(futures)  # the caller closes the descriptor
 
 
 @dataclass(frozen=True)

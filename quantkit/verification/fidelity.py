@@ -63,12 +63,11 @@ def compare_weights(
         findings.problem("accounted for", f"{name} is not in the source")
     pairs = [(ours[name], theirs[name]) for name in sorted(theirs.keys() & ours.keys())]
     pairs.sort(key=lambda pair: (pair[1].data.shard, pair[1].data.offset))
-    with checkpoint.open_shards(checkpoint.shards) as files, source.open_shards(source.shards) as source_files:
-        work = partial(_compare, Reader(files), Reader(source_files), findings, checkpoint.num_hidden_layers)
-        compared = []
-        for (_, theirs_weight), result in zip(pairs, pool.map(lambda pair: work(*pair), pairs), strict=True):
-            progress(theirs_weight.nbytes)
-            compared.append(result)
+    work = partial(_compare, Reader(checkpoint), Reader(source), findings, checkpoint.num_hidden_layers)
+    compared = []
+    for (_, theirs_weight), result in zip(pairs, pool.map(lambda pair: work(*pair), pairs), strict=True):
+        progress(theirs_weight.nbytes)
+        compared.append(result)
     counts = {encoding: sum(pair[0].encoding is encoding for pair in pairs) for encoding in Encoding}
     findings.done("codes", f"each code of {counts[Encoding.INT4]:,} INT4 weights is a nearest one under its scale")
     findings.done("copies", f"{sum(not entry.changed for entry in compared):,} weights equal byte for byte")

@@ -149,10 +149,9 @@ def check_values(
     weight_shape is true."""
     findings.done("values", "no NaN, no infinity, sound scales")
     weights = sorted(weights, key=lambda weight: (weight.data.shard, weight.data.offset))
-    with checkpoint.open_shards(checkpoint.shards) as files:
-        work = partial(_check_weight, Reader(files), findings, signed)
-        for weight in pool.map(work, weights):
-            progress(weight.nbytes)
+    work = partial(_check_weight, Reader(checkpoint), findings, signed)
+    for weight in pool.map(work, weights):
+        progress(weight.nbytes)
 
 
 def _check_weight(reader: Reader, findings: Findings, signed: bool, weight: Weight) -> Weight:
