@@ -555,7 +555,7 @@ def test_int4_where_no_config_describes_it_is_refused(role: str, rest: Rest) -> 
 def test_groups_that_ranks_would_cut_are_a_warning(columns: int, group_size: int, ranks: int | None) -> None:
     """1536 columns in groups of 128 leave 192 to each of eight ranks: named once, and not refused."""
     modules = [f"{LAYER}.mlp.experts.{number}.down_proj" for number in range(2)]
-    source = make_source({"1": [spec for module in modules for spec in fp8(module, 128, columns)]})
+    source = make_source({"1": [spec for module in modules for spec in plain(module, 128, columns)]})
     warnings = make_plan(source, load_recipe(INT4).with_int4(group_size=group_size)).warnings
 
     assert len(warnings) == (0 if ranks is None else 1)
