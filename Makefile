@@ -1,7 +1,8 @@
 # make demo   set up, convert the embedded checkpoint, verify it, and compare it with its source
 # make test   set up and pass the tests
 # make lint   ruff and mypy
-# make bench  conversion speed against the disk's, on made-up GLM shards (SIZE_GB=4 by default)
+# make bench  weight errors, and conversion speed against the disk's on made-up GLM shards (SIZE_GB=4 by default);
+#             PEERS=1 installs llm-compressor and AutoRound and compares with them (minutes)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -36,4 +37,8 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python -m quantkit.eval.conversion_speed --size-gb $(SIZE_GB)
+ifdef PEERS
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group peers
+endif
+	$(BIN)/python -m quantkit.eval.scale_error $(MODEL)
+	$(BIN)/python -m quantkit.eval.conversion_speed --size-gb $(SIZE_GB) $(if $(PEERS),--peers)

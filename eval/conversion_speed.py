@@ -1,18 +1,20 @@
 """`make bench`: how fast a conversion is, as a ratio to reading its input and writing as many bytes as its output.
 
-Both arms run in one run on the same made-up shards with GLM-5.2's shapes, start with cold caches (`posix_fadvise`) and
-end when the bytes are on the disk (`fsync`). A conversion is timed as a whole process, its start-up included. The arms
-take turns, in the order A B B A, and the best time of each counts.
+All arms run in one run on the same made-up shards with GLM-5.2's shapes, start with cold caches (`posix_fadvise`) and
+end when the bytes are on the disk (`fsync`). A conversion is timed as a whole process, its start-up included. Our arms
+take turns with reading and writing, in the order A B B A, and the best time of each counts. With `--peers` (`make bench
+PEERS=1`) llm-compressor and AutoRound convert the same input, too (`peers.py`): once each, loaded once before.
 """
 
 import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
 from quantkit.conversion import preview
+from quantkit.eval import peers
 from quantkit.recipe import ScaleMethod, find_alias
 
 _PIECE_BYTES = 16 << 20
@@ -30,6 +33,15 @@ _ARMS = (
     *((f"convert --int4 --scale {method}", "glm-5.2-int4", ("--int4", "--scale", method)) for method in ScaleMethod),
     ("convert --bf16", "bf16", ("--bf16",)),
 )
+_COLUMNS = ("arm", "seconds", "MB/s of input", "x read + write", "x faster than faster peer", "peak memory MB")
+# A small process of its own, because Linux counts the peak memory of whoever starts a process as that process's, too.
+_MEASURE = """
+import os, sys, time
+start = time.monotonic()
+child = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
+_, status, usage = os.wait4(child, 0)
+print([time.monotonic() - start, usage.ru_maxrss * 1024, status])
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -85,21 +97,46 @@ def _write_shard(path: Path, tensors: list[StoredTensor]) -> None:
         os.fsync(file.fileno())
 
 
-def time_conversion(source: Path, output: Path, options: tuple[str, ...]) -> Timing:
-    """Time `quantkit convert` as a process of its own."""
+def time_process(source: Path, output: Path, command: Sequence[str]) -> Timing:
+    """Time `python -m` `command`, a process that turns `source` into `output`.
+
+    Raises RuntimeError with the end of what it said if it fails. Of several processes the largest one's memory counts.
+    """
     drop_caches(source)
-    command = [sys.executable, "-m", "quantkit.cli", "convert", str(source), "-o", str(output), "--json", *options]
-    start = time.monotonic()
-    with (output.parent / "convert.log").open("w") as log:
-        child = os.posix_spawn(
-            sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, log.fileno(), 1)]
-        )
-        _, status, usage = os.wait4(child, 0)
-    seconds = time.monotonic() - start
+    log = output.with_suffix(".log")
+    with log.open("wb") as file:
+        measure = [sys.executable, "-S", "-c", _MEASURE, sys.executable, "-m", *command]
+        result = subprocess.run(measure, stdout=subprocess.PIPE, stderr=file, check=True)
+    seconds, peak_bytes, status = json.loads(result.stdout)
     if status:
-        raise RuntimeError(f"{' '.join(command)} failed")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{log.read_text(errors='replace')[-2000:]}")
+    return Timing(seconds, peak_bytes)
+
+
+def time_conversion(source: Path, output: Path, options: Sequence[str]) -> Timing:
+    """Time `quantkit convert`; its output is deleted."""
+    command = ["quantkit.cli", "convert", str(source), "-o", str(output), "--json", *options]
+    timing = time_process(source, output, command)
     shutil.rmtree(output)
-    return Timing(seconds, usage.ru_maxrss * 1024)
+    return timing
+
+
+def time_peer(peer: str, source: Path, output: Path) -> Timing:
+    """Time `peer`, a key of `peers.PEERS`, on the same work; its output is deleted.
+
+    Raises RuntimeError if it left routed experts as they were.
+    """
+    timing = time_process(source, output, ["quantkit.eval.peers", peer, str(source), str(output)])
+    done, wanted = peers.count_int4_weights(output), len(_routed_experts(source))
+    if done != wanted:
+        raise RuntimeError(f"{peer} made {done} of {wanted} routed experts INT4")
+    shutil.rmtree(output)
+    return timing
+
+
+def _routed_experts(source: Path) -> list[str]:
+    names = json.loads((source / INDEX_FILE).read_text())["weight_map"]
+    return [name for name in names if name.endswith(".weight") and ".mlp.experts." in name]
 
 
 def time_reading_and_writing(source: Path, output: Path, out_bytes: int) -> Timing:
@@ -141,34 +178,61 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-gb", type=float, default=4.0, help="size of the made-up checkpoint (default 4)")
     parser.add_argument("--folder", type=Path, default=Path("build"), help="where to work (default build)")
+    parser.add_argument("--peers", action="store_true", help="time llm-compressor and AutoRound, too: minutes")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="bench-", dir=arguments.folder))
     try:
         nbytes = make_source(work / "source", round(arguments.size_gb * 1e9))
-        sys.stdout.write(f"{nbytes:,} bytes of FP8 input\n\n")
         sys.stdout.write(
-            "| arm | seconds | MB/s of input | times read + write | peak memory MB |\n|---|---|---|---|---|\n"
+            f"{nbytes:,} bytes of FP8 input, load average {os.getloadavg()[0]:.2f} before the first arm\n\n"
         )
+        sys.stdout.write(f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n")
+        faster_peer = _run_peers(work, nbytes) if arguments.peers else None
         for name, recipe, options in _ARMS:
-            out_bytes = preview(work / "source", recipe).file_bytes
-            limits, timings = [], []
-            for arm in "ABBA":
-                if arm == "A":
-                    limits.append(time_reading_and_writing(work / "source", work / "copy", out_bytes))
-                else:
-                    timings.append(time_conversion(work / "source", work / "output", options))
-            limit, timing = min(limits), min(timings)
-            _print_row(f"read + write {out_bytes / 1e9:.2f} GB", limit, limit, nbytes)
-            _print_row(name, timing, limit, nbytes)
+            _run_arm(work, nbytes, name, recipe, options, faster_peer)
     finally:
         shutil.rmtree(work)
 
 
-def _print_row(name: str, timing: Timing, limit: Timing, nbytes: int) -> None:
-    speed, ratio = nbytes / timing.seconds / 1e6, timing.seconds / limit.seconds
-    memory = f"{timing.peak_bytes / 1e6:.0f}" if timing.peak_bytes else ""
-    sys.stdout.write(f"| {name} | {timing.seconds:.2f} | {speed:.0f} | {ratio:.2f} | {memory} |\n")
+def _run_peers(work: Path, nbytes: int) -> Timing | None:
+    """Time each peer that can be loaded, once; returns the faster one's timing."""
+    timings = []
+    for peer in peers.PEERS:
+        probe = subprocess.run([sys.executable, "-m", "quantkit.eval.peers", peer], capture_output=True, text=True)
+        if probe.returncode:
+            sys.stderr.write(f"{peer} is skipped: {probe.stderr.strip().splitlines()[-1]}\n")
+            continue
+        timings.append(time_peer(peer, work / "source", work / "output"))
+        _print_row(f"{peer} {probe.stdout.split()[-1]}", timings[-1], nbytes)
+    return min(timings, default=None)
+
+
+def _run_arm(
+    work: Path, nbytes: int, name: str, recipe: str, options: Sequence[str], faster_peer: Timing | None
+) -> None:
+    """Time one kind of conversion and reading and writing as much, taking turns."""
+    out_bytes = preview(work / "source", recipe).file_bytes
+    limits, timings = [], []
+    for arm in "ABBA":
+        if arm == "A":
+            limits.append(time_reading_and_writing(work / "source", work / "copy", out_bytes))
+        else:
+            timings.append(time_conversion(work / "source", work / "output", options))
+    _print_row(f"read + write {out_bytes / 1e9:.2f} GB", min(limits), nbytes)
+    _print_row(name, min(timings), nbytes, min(limits), faster_peer if "--int4" in options else None)
+
+
+def _print_row(name: str, timing: Timing, nbytes: int, limit: Timing | None = None, peer: Timing | None = None) -> None:
+    cells = (
+        name,
+        f"{timing.seconds:.2f}",
+        f"{nbytes / timing.seconds / 1e6:.0f}",
+        f"{timing.seconds / limit.seconds:.2f}" if limit else "",
+        f"{peer.seconds / timing.seconds:.1f}" if peer else "",
+        f"{timing.peak_bytes / 1e6:.0f}" if timing.peak_bytes else "",
+    )
+    sys.stdout.write(f"| {' | '.join(cells)} |\n")
     sys.stdout.flush()
 
 

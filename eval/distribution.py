@@ -47,7 +47,8 @@ def compare_distributions(
     totals = torch.zeros(4, dtype=torch.float64)
     with torch.inference_mode():
         for tokens in windows.tokens.split(_BATCH):
-            totals += _score(reference(tokens).logits[:, :-1], converted(tokens).logits[:, :-1], tokens[:, 1:])
+            for window_logits in zip(reference(tokens).logits, converted(tokens).logits, tokens, strict=True):
+                totals += _score(*window_logits)  # one by one: float64 over a large vocabulary is large
     scored = windows.tokens[:, 1:].numel()
     to_bits_per_byte = 1 / math.log(2) / windows.scored_bytes
     return DistributionReport(
@@ -153,14 +154,14 @@ def _scored_bytes(text: str, offsets: list[tuple[int, int]], window: int, count:
         yield len(text[begin:end].encode())
 
 
-def _score(baseline: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sums over tokens, float64 [4]: baseline's and candidate's loss in nats, KL divergence, equal first ranks.
+def _score(baseline: torch.Tensor, candidate: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Sums over the tokens of a window, float64 [4]: baseline's and candidate's loss in nats, KL, equal first ranks.
 
-    baseline, candidate  logits [windows, tokens, vocabulary]
-    targets              the tokens that followed [windows, tokens]
+    baseline, candidate  logits [window, vocabulary]
+    tokens               [window]; all but the first are scored
     """
-    log_p, log_q = (logits.double().log_softmax(dim=-1) for logits in (baseline, candidate))
-    losses = [-log.gather(-1, targets.unsqueeze(-1)).sum() for log in (log_p, log_q)]
+    log_p, log_q = (logits[:-1].double().log_softmax(dim=-1) for logits in (baseline, candidate))
+    losses = [-log.gather(-1, tokens[1:].unsqueeze(-1)).sum() for log in (log_p, log_q)]
     divergence = (log_p.exp() * (log_p - log_q)).sum()
     agreement = (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum().double()
     return torch.stack([*losses, divergence, agreement])
