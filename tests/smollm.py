@@ -22,7 +22,7 @@ _END = "<|im_end|>"  # id 2
 
 def missing_packages() -> list[str]:
     """The packages that `prepare` needs and that are not installed."""
-    modules = {PACKAGE: _MODULE, "gguf": "gguf"}
+    modules = {PACKAGE: _MODULE, "gguf": "gguf", "accelerate": "accelerate"}
     return [package for package, module in modules.items() if importlib.util.find_spec(module) is None]
 
 
