@@ -4,7 +4,6 @@ Everything that can be refused is refused here, by name, before a byte is writte
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -249,8 +248,3 @@ def _make_jobs(steps: Iterable[Step]) -> Iterable[ShardJob]:
     for shard, group in sorted(by_shard.items()):
         header, places = lay_out((spec for step in group for spec in step.outputs), shard)
         yield ShardJob(shard, tuple(group), header, {place.spec.name: place for place in places})
-
-
-def count_labels(steps: Iterable[Step]) -> Counter[str]:
-    """How many weights come out in each format."""
-    return Counter(step.label for step in steps)

@@ -16,7 +16,7 @@ from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import Source
 from quantkit.errors import PlanError, QuantkitError, SourceError
 from quantkit.naming import Role, TensorName
-from quantkit.plan import Plan, check_config, count_labels, make_plan
+from quantkit.plan import Plan, Step, check_config, make_plan
 from quantkit.recipe import Recipe, Rest, find_alias, load_recipe, parse_recipe
 
 # one dense layer, two sparse ones and the MTP layer; every width is a multiple of 128, kv_a_proj_with_mqa has 144 rows
@@ -94,6 +94,11 @@ def refusal(source: Source, recipe: Recipe) -> PlanError:
     with pytest.raises(PlanError) as caught:
         make_plan(source, recipe)
     return caught.value
+
+
+def count_labels(steps: Iterable[Step]) -> Counter[str]:
+    """How many weights come out in each format."""
+    return Counter(step.label for step in steps)
 
 
 def outputs_below(plan: Plan, module: str) -> Outputs:
