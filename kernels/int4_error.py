@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.e4m3 import VALUES
-
-_CODES_PER_WORD = 8
+from quantkit.kernels.int4_groups import CODES_PER_WORD
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def _compare(weight, scale, block_rows, block_columns, packed, out_scale):  # ty
                 bad_scales += 1
                 continue
             begin, end = group * group_size, (group + 1) * group_size
-            words = packed[row, begin // _CODES_PER_WORD : end // _CODES_PER_WORD]
+            words = packed[row, begin // CODES_PER_WORD : end // CODES_PER_WORD]
             sums = _compare_group(weight[row, begin:end], column_scale[begin:end], words, step)
             squared_error += sums[0]
             squared_weight += sums[1]
@@ -75,8 +74,8 @@ def _compare_group(source, column_scale, words, step):  # type: ignore[no-untype
     squared_error, squared_weight, not_nearest = 0.0, 0.0, 0
     for index in range(np.uint64(words.size)):
         word = words[index]
-        for position in range(np.uint64(_CODES_PER_WORD)):
-            column = index * np.uint64(_CODES_PER_WORD) + position
+        for position in range(np.uint64(CODES_PER_WORD)):
+            column = index * np.uint64(CODES_PER_WORD) + position
             exact = VALUES[source[column]] * column_scale[column]
             code = np.float64(np.int64(word & np.uint32(0xF)) - 8)
             word >>= np.uint32(4)

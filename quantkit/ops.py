@@ -150,3 +150,17 @@ def int4_error(weight: Bytes, scale: Scales, block: tuple[int, int], packed: Wor
     from quantkit.kernels.int4_error import int4_error as kernel
 
     return kernel(weight, scale, block, packed, out_scale)
+
+
+def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits) -> "Int4Error":
+    """What INT4 `packed` [N, K/8] with `out_scale` [N, K/g], all sound, lost against floats `weight` [N, K]."""
+    from quantkit.kernels.int4_error import Int4Error
+
+    exact = weight.astype(np.float64)
+    step = to_float32(out_scale.view(np.uint8), "BF16").astype(np.float64).reshape(out_scale.shape)
+    step = step.repeat(weight.shape[1] // out_scale.shape[1], axis=1)
+    codes = unpack_int4(packed)
+    error = exact - codes * step
+    beyond = ((codes == 7) & (error / step > 0)) | ((codes == -8) & (error / step < 0))
+    not_nearest = int((~((np.abs(error) <= np.abs(step) / 2) | beyond)).sum())
+    return Int4Error(float(np.square(error).sum()), float(np.square(exact).sum()), not_nearest, bad_scales=0)

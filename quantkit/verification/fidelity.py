@@ -108,7 +108,7 @@ def _compare(
     changes: dict[tuple[Encoding, Encoding], _Comparison] = {
         (Encoding.FP8_BLOCK, Encoding.INT4): _compare_int4,
         (Encoding.FP8_BLOCK, Encoding.PLAIN): _compare_bf16,
-        (Encoding.PLAIN, Encoding.INT4): _compare_float_int4,
+        (Encoding.PLAIN, Encoding.INT4): _compare_int4,
     }
     compare = changes.get((theirs.encoding, ours.encoding))
     sums = 0.0, 0.0
@@ -130,35 +130,17 @@ _Comparison = Callable[[Reader, Reader, Findings, Weight, Weight], tuple[float, 
 def _compare_int4(
     reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight
 ) -> tuple[float, float]:
-    assert theirs.block is not None
     not_nearest, squared_error, squared_weight = 0, 0.0, 0.0
     for begin, end in row_ranges(theirs):
-        data, scale = source_reader.fp8_rows(theirs, begin, end)
         packed, out_scale = reader.int4_rows(ours, begin, end)
-        error = ops.int4_error(data, scale, theirs.block, packed, out_scale)
+        if theirs.block:
+            fp8 = source_reader.fp8_rows(theirs, begin, end)
+            error = ops.int4_error(*fp8, theirs.block, packed, out_scale)
+        else:
+            error = ops.float_int4_error(source_reader.float_rows(theirs, begin, end), packed, out_scale)
         squared_error += error.squared_error
         squared_weight += error.squared_weight
         not_nearest += error.not_nearest
-    if not_nearest:
-        findings.problem("codes", f"{ours.name}: {not_nearest:,} codes are not the nearest under their scale")
-    return squared_error, squared_weight
-
-
-def _compare_float_int4(
-    reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight
-) -> tuple[float, float]:
-    not_nearest, squared_error, squared_weight = 0, 0.0, 0.0
-    for begin, end in row_ranges(theirs):
-        exact = source_reader.float_rows(theirs, begin, end).astype(np.float64)
-        packed, out_scale = reader.int4_rows(ours, begin, end)
-        step = ops.to_float32(out_scale.view(np.uint8), "BF16").astype(np.float64).reshape(out_scale.shape)
-        step = step.repeat(ours.shape[1] // out_scale.shape[1], axis=1)
-        codes = ops.unpack_int4(packed)
-        error = exact - codes * step
-        beyond = ((codes == 7) & (error / step > 0)) | ((codes == -8) & (error / step < 0))
-        not_nearest += int((~((np.abs(error) <= np.abs(step) / 2) | beyond)).sum())
-        squared_error += float(np.square(error).sum())
-        squared_weight += float(np.square(exact).sum())
     if not_nearest:
         findings.problem("codes", f"{ours.name}: {not_nearest:,} codes are not the nearest under their scale")
     return squared_error, squared_weight
