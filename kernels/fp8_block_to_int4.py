@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.e4m3 import NAN_BYTE, SMALLEST_SCALE, VALUES
-from quantkit.kernels.int4_groups import CODES_PER_WORD, RAISED, first_smallest, store_scale
-from quantkit.kernels.int4_tables import Divisor, code_tables, error_tables
+from quantkit.kernels.int4_groups import RAISED, pack, store_scale
+from quantkit.kernels.int4_search import Divisor, candidates, choose, ratio_table
+from quantkit.kernels.int4_tables import code_tables
+from quantkit.kernels.vectors import LANES, largest_magnitude
 
 _UNKNOWN, _DIVIDE = -2, -1  # instead of where a code table begins
 
@@ -32,101 +34,97 @@ def fp8_block_to_int4(
     packed     [N, K / 8] words of eight nibbles
     out_scale  [N, K / group_size] BF16 bits
 
-    `group_size` divides K and the block's columns. Scales lie in 2^-126..2^119. Returns -1, or the flat position of the
-    first group with a NaN in it; the arrays are then incomplete.
+    `group_size` is a multiple of 32 and divides K and the block's columns. Scales lie in 2^-126..2^119. Returns -1, or
+    the flat position of the first group with a NaN in it; the arrays are then incomplete.
     """
     fractions = np.array(divisors, np.float64)
-    tables, errors = code_tables(divisors), error_tables(divisors)
-    return int(
-        _quantize(weight, scale, block[0], block[1], group_size, fractions, signed, tables, errors, packed, out_scale)
-    )
+    search = (ratio_table(), *candidates(divisors)) if len(divisors) > 1 else None
+    tables = code_tables(divisors).reshape(-1)
+    return int(_quantize(weight, scale, block, group_size, fractions, signed, tables, search, packed, out_scale))
 
 
 @numba.njit(nogil=True, cache=True)
 def _quantize(  # type: ignore[no-untyped-def]
-    weight, scale, block_rows, block_columns, group_size, divisors, signed, tables, errors, packed, out_scale
+    weight, scale, block, group_size, divisors, signed, tables, search, packed, out_scale
 ):
     rows, columns = weight.shape
-    candidates = len(divisors)
-    flat_tables = tables.reshape(-1)
-    largest = np.empty(columns // group_size, np.uint8)
-    stored = np.empty((scale.shape[1], NAN_BYTE, candidates), np.uint16)
-    table_begin = np.empty((scale.shape[1], NAN_BYTE, candidates), np.int64)
+    groups = columns // group_size
+    largest, flip = np.empty(groups, np.uint8), np.zeros(groups, np.uint8)
+    choice, smallest = np.zeros(groups, np.int64), np.empty(groups, np.int64)
+    ratios, nibbles = np.empty(columns, np.int16), np.empty(columns, np.uint8)
+    block_of = np.arange(groups) * group_size // block[1]
+    stored = np.empty(scale.shape[1] * NAN_BYTE * len(divisors), np.uint16)  # by block, largest byte and choice
+    table_begin = np.empty(stored.size, np.int64)
     for row in range(rows):
-        if row % block_rows == 0:
+        if row % block[0] == 0:
             table_begin[:] = _UNKNOWN
-        _largest_bytes(weight[row], group_size, largest)
-        for group in range(largest.size):
-            begin = group * group_size
-            byte, block = largest[group], begin // block_columns
-            if byte == NAN_BYTE:
-                return row * columns + begin
-            source = weight[row, begin : begin + group_size]
-            flip = _flip(source, byte) if signed and byte else np.uint8(0)
-            choice = _choose(source, flip, errors[byte]) if candidates > 1 else 0
-            if table_begin[block, byte, choice] == _UNKNOWN:
-                block_scale = np.float64(scale[row // block_rows, block])
-                bits, side = store_scale(VALUES[byte] * block_scale, divisors[choice, 0], divisors[choice, 1])
-                stored[block, byte, choice] = bits
-                at = ((choice * 3 + side) * NAN_BYTE + byte) * 256
-                table_begin[block, byte, choice] = _DIVIDE if side == RAISED else at
-            out_scale[row, group] = stored[block, byte, choice] | np.uint16(flip) << np.uint16(8)
-            target = packed[row, begin // CODES_PER_WORD : (begin + group_size) // CODES_PER_WORD]
-            if table_begin[block, byte, choice] == _DIVIDE:
-                _divide(source, flip, np.float64(scale[row // block_rows, block]) / SMALLEST_SCALE, target)
+        source, block_scales = weight[row], scale[row // block[0]]
+        _largest_bytes(source, group_size, largest)
+        if largest.max() == NAN_BYTE:
+            return row * columns + np.argmax(largest) * group_size
+        if signed:
+            _flips(source, group_size, largest, flip)
+        if search is not None:
+            _look_up_ratios(source, group_size, largest, flip, search[0], ratios)
+            choose(ratios, group_size, search[1], search[2], smallest, choice)
+        for group in range(np.uint64(groups)):
+            at = np.uint64((block_of[group] * NAN_BYTE + largest[group]) * len(divisors) + choice[group])
+            if table_begin[at] == _UNKNOWN:
+                amax = VALUES[largest[group]] * np.float64(block_scales[block_of[group]])
+                stored[at], side = store_scale(amax, divisors[choice[group], 0], divisors[choice[group], 1])
+                begin = ((choice[group] * 3 + side) * NAN_BYTE + largest[group]) * 256
+                table_begin[at] = _DIVIDE if side == RAISED else begin
+            out_scale[row, group] = stored[at] | np.uint16(flip[group]) << np.uint16(8)
+            if table_begin[at] == _DIVIDE:
+                step = SMALLEST_SCALE / np.float64(block_scales[block_of[group]])
+                _divide(source, flip[group], step, group, group_size, nibbles)
             else:
-                _look_up(source, flip, flat_tables, np.uint64(table_begin[block, byte, choice]), target)
+                _look_up(source, flip[group], tables, np.uint64(table_begin[at]), group, group_size, nibbles)
+        pack(nibbles, packed[row])
     return -1
+
+
+# Below, unsigned indices spare a test for negative ones, so that LLVM can vectorize.
 
 
 @numba.njit(nogil=True, cache=True)
 def _largest_bytes(source, group_size, largest):  # type: ignore[no-untyped-def]
-    for group in range(np.uint64(largest.size)):  # unsigned indices: no test for negative ones, so that LLVM vectorizes
+    position = np.uint64(0)
+    for group in range(np.uint64(largest.size)):
         found = np.uint8(0)
-        for position in range(np.uint64(group_size)):
-            byte = source[group * np.uint64(group_size) + position] & np.uint8(0x7F)
-            found = byte if byte > found else found
+        for _ in range(group_size // LANES):
+            found = max(found, largest_magnitude(source, position))
+            position += np.uint64(LANES)
         largest[group] = found
 
 
 @numba.njit(nogil=True, cache=True)
-def _flip(source, largest):  # type: ignore[no-untyped-def]
-    """The sign bit if the first weight of the largest magnitude is positive: with a negative scale it becomes -8."""
-    for byte in source:
-        if byte & np.uint8(0x7F) == largest:
-            return ~byte & np.uint8(0x80)
-    return np.uint8(0)
+def _flips(source, group_size, largest, flip):  # type: ignore[no-untyped-def]
+    """The sign bit where the first weight of the largest magnitude is positive: a negative scale makes it -8."""
+    for group in range(np.uint64(largest.size)):
+        position = group * np.uint64(group_size)
+        while source[position] & np.uint8(0x7F) != largest[group]:
+            position += np.uint64(1)
+        flip[group] = ~source[position] & np.uint8(0x80) if largest[group] else np.uint8(0)
 
 
 @numba.njit(nogil=True, cache=True)
-def _choose(source, flip, errors):  # type: ignore[no-untyped-def]
-    """The candidate of the smallest error. Each number of `errors` is of two candidates, so each sum is, too."""
-    sum0 = sum1 = sum2 = sum3 = np.uint64(0)
-    for position in range(np.uint64(source.size)):
-        row = np.uint64(source[position] ^ flip)
-        sum0 += errors[row, 0]
-        sum1 += errors[row, 1]
-        sum2 += errors[row, 2]
-        sum3 += errors[row, 3]
-    return first_smallest((sum0, sum1, sum2, sum3))
+def _look_up_ratios(source, group_size, largest, flip, table, ratios):  # type: ignore[no-untyped-def]
+    for group in range(np.uint64(largest.size)):
+        row = table[np.uint64(largest[group])]
+        for position in range(group * np.uint64(group_size), (group + np.uint64(1)) * np.uint64(group_size)):
+            ratios[position] = row[np.uint64(source[position] ^ flip[group])]
 
 
 @numba.njit(nogil=True, cache=True)
-def _look_up(source, flip, tables, begin, target):  # type: ignore[no-untyped-def]
-    for word in range(np.uint64(target.size)):
-        value = np.uint32(0)
-        for position in range(np.uint64(CODES_PER_WORD)):
-            byte = np.uint64(source[word * np.uint64(CODES_PER_WORD) + position] ^ flip)
-            value |= np.uint32(tables[begin + byte]) << np.uint32(np.uint64(4) * position)
-        target[word] = value
+def _look_up(source, flip, tables, begin, group, group_size, nibbles):  # type: ignore[no-untyped-def]
+    for position in range(group * np.uint64(group_size), (group + np.uint64(1)) * np.uint64(group_size)):
+        nibbles[position] = tables[begin + np.uint64(source[position] ^ flip)]
 
 
 @numba.njit(nogil=True, cache=True)
-def _divide(source, flip, ratio, target):  # type: ignore[no-untyped-def]
+def _divide(source, flip, step, group, group_size, nibbles):  # type: ignore[no-untyped-def]
     """The codes of a group whose scale was raised to the smallest one; such groups are zeros, or nearly."""
-    for word in range(target.size):
-        value = np.uint32(0)
-        for position in range(CODES_PER_WORD):
-            code = np.rint(VALUES[source[word * CODES_PER_WORD + position] ^ flip] * ratio)
-            value |= np.uint32(np.int64(min(max(code, -8.0), 7.0)) + 8) << np.uint32(4 * position)
-        target[word] = value
+    for position in range(group * np.uint64(group_size), (group + np.uint64(1)) * np.uint64(group_size)):
+        code = np.rint(VALUES[source[position] ^ flip] / step)
+        nibbles[position] = np.uint8(min(max(code, -8.0), 7.0) + 8)

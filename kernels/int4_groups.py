@@ -1,4 +1,4 @@
-"""What the INT4 loops share for one group: the stored scale, and the candidate with the smallest error."""
+"""What the INT4 loops share: a group's stored scale, and packing codes into words."""
 
 import numba
 import numpy as np
@@ -26,12 +26,11 @@ def store_scale(amax, numerator, denominator):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def first_smallest(sums):  # type: ignore[no-untyped-def]
-    """The candidate of the smallest error, of equal ones the first; each of `sums` holds two, 32 bits each."""
-    choice, smallest = 0, np.uint64(1) << np.uint64(32)
-    for pair, both in enumerate(sums):
-        for half in range(2):
-            error = (both >> np.uint64(32 * half)) & np.uint64(0xFFFFFFFF)
-            if error < smallest:
-                choice, smallest = 2 * pair + half, error
-    return choice
+def pack(nibbles, words):  # type: ignore[no-untyped-def]
+    """Pack `nibbles` uint8 [8 n] (code + 8) into `words` uint32 [n], the first code lowest."""
+    eights = nibbles.view(np.uint64)
+    for index in range(np.uint64(words.size)):
+        bits = eights[index]
+        bits = (bits | bits >> np.uint64(4)) & np.uint64(0x00FF00FF00FF00FF)
+        bits = (bits | bits >> np.uint64(8)) & np.uint64(0x0000FFFF0000FFFF)
+        words[index] = np.uint32((bits | bits >> np.uint64(16)) & np.uint64(0xFFFFFFFF))

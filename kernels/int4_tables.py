@@ -1,4 +1,4 @@
-"""Tables for choosing and writing INT4 codes in the FP8 byte domain.
+"""Tables of INT4 codes in the FP8 byte domain.
 
 All weights of a group lie in one FP8 block and share its scale b. With m the group's largest magnitude byte, T the E4M3
 numbers and d a divisor, the group's ideal scale is T[m] * b / d, and the code of a byte k is the integer nearest to
@@ -18,13 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.e4m3 import NAN_BYTE, VALUES
+from quantkit.kernels.int4_search import Divisor
 
-Divisor = tuple[int, int]
-MAX_DIVISORS = 8
 _MAGNITUDES = np.rint(VALUES[:NAN_BYTE] * 512).astype(np.int64)  # in units of the smallest, 2^-9
-ERROR_UNIT = (
-    2.0**-24
-)  # of squared error relative to the group's largest magnitude; 128 of the largest, 2^24, fit in 32 bits
 
 
 @cache
@@ -34,26 +30,6 @@ def code_tables(divisors: tuple[Divisor, ...]) -> npt.NDArray[np.uint8]:
     Raises ValueError for a divisor that is not safe.
     """
     return np.stack([_nibbles(divisor) for divisor in divisors])
-
-
-@cache
-def error_tables(divisors: tuple[Divisor, ...]) -> npt.NDArray[np.uint64]:
-    """Squared error under the ideal scale [127, 256, 4] in `ERROR_UNIT`s, by group maximum and byte.
-
-    Two divisors share a number, the first in its low half, so that four additions serve eight divisors; fewer than
-    eight are filled up with the first. Integers, so that a sum over a group is the same in any order and on any device.
-    """
-    assert len(divisors) <= MAX_DIVISORS
-    divisors = divisors + divisors[:1] * (MAX_DIVISORS - len(divisors))
-    largest = np.maximum(VALUES[:NAN_BYTE], VALUES[1])[:, None]
-    ratio = np.nan_to_num(VALUES)[None, :] / largest  # [127, 256]
-    errors = np.zeros((NAN_BYTE, 256, len(divisors)), np.uint32)
-    for number, (numerator, denominator) in enumerate(divisors):
-        divisor = numerator / denominator
-        codes = np.clip(np.rint(ratio * divisor), -8, 7)
-        squared = np.square(ratio - codes / divisor)
-        errors[:, :, number] = np.rint(np.minimum(squared / ERROR_UNIT, 2.0**24))
-    return errors.view(np.uint64)
 
 
 def _nibbles(divisor: Divisor) -> npt.NDArray[np.uint8]:

@@ -29,7 +29,7 @@ def quantize(
     The scale is rounded to float32 and then to bfloat16. A code is the nearest one under that rounded scale, ties to
     even, clamped to -8..7. The arithmetic is float64 throughout, so that float64 weights (an FP8 number times a float32
     scale is exact there) are quantized without a second rounding. Errors of candidates are compared under the scale
-    before rounding, in whole units of 2^-24 of the largest magnitude squared: their sum does not depend on its order.
+    before rounding, in whole numbers (`_errors`): their sum does not depend on its order.
     """
     rows, columns = weight.shape
     groups = weight.double().reshape(rows, columns // group_size, group_size)
@@ -37,7 +37,7 @@ def quantize(
     sign = torch.where((groups.gather(2, first) > 0) & signed, -1.0, 1.0)
     groups = groups * sign
     ratio = groups / torch.where(amax > 0, amax, 1.0)
-    errors = torch.stack([_error_units(ratio, top / bottom) for top, bottom in divisors])
+    errors = torch.stack([_errors(ratio, top / bottom) for top, bottom in divisors])
     fractions = torch.tensor(divisors, dtype=torch.float64)[errors.argmin(dim=0)]  # [N, groups, 2]
     ideal = amax.squeeze(2) * fractions[..., 1] / fractions[..., 0]
     scale = ideal.float().to(torch.bfloat16).clamp(min=SMALLEST_SCALE)
@@ -45,11 +45,16 @@ def quantize(
     return codes.to(torch.int8).reshape(rows, columns), scale * sign.squeeze(2).to(torch.bfloat16)
 
 
-def _error_units(ratio: torch.Tensor, divisor: float) -> torch.Tensor:
-    """The squared errors of groups of weights / largest magnitude [N, groups, g], in units of 2^-24 [N, groups]."""
-    codes = (ratio * divisor).round().clamp(-8, 7)
-    units = (ratio - codes / divisor).square() * 2.0**24
-    return units.clamp(max=2.0**24).round().to(torch.int64).sum(dim=2)
+def _errors(ratio: torch.Tensor, divisor: float) -> torch.Tensor:
+    """The squared errors, int64 [N, groups], of weights / largest magnitude [N, groups, g] under one candidate.
+
+    A ratio is rounded to 2^-14; its place among the codes is cut to 2^-9; the divisor, rounded to 2^-11 for the place,
+    scales the sum of squared distances from the nearest codes back by 1 / divisor^2, rounded to 2^-20.
+    """
+    ratios = (ratio * 2**14).round().to(torch.int64)
+    places = (ratios * round(divisor * 2**11)) >> 16
+    codes = ((places + 2**8) >> 9).clamp(-8, 7)
+    return (places - (codes << 9)).square().sum(dim=2) * round(2**20 / divisor**2)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
