@@ -22,8 +22,9 @@ def float_to_int4(
 ) -> int:
     """Quantize `weight` float32 or float64 [N, K] into words `packed` [N, K / 8] and `out_scale` [N, K / group_size].
 
-    `divisors` and `signed` as in `fp8_block_to_int4`. `group_size` is a multiple of 32 and divides K. Returns -1, or the flat position of the
-    first group with a NaN, an infinity, or a magnitude whose scale would overflow; the arrays are then incomplete.
+    `divisors` and `signed` as in `fp8_block_to_int4`. `group_size` is a multiple of 32 and divides K. Returns -1, or
+    the flat position of the first group with a NaN, an infinity, or a magnitude whose scale would overflow; the arrays
+    are then incomplete.
     """
     fractions = np.array(divisors, np.float64)
     search = candidates(divisors) if len(divisors) > 1 else None

@@ -93,7 +93,7 @@ def _largest_bytes(source, group_size, largest):  # type: ignore[no-untyped-def]
     for group in range(np.uint64(largest.size)):
         found = np.uint8(0)
         for _ in range(group_size // LANES):
-            found = max(found, largest_magnitude(source, position))
+            found = max(found, largest_magnitude(source, position))  # type: ignore[call-arg]
             position += np.uint64(LANES)
         largest[group] = found
 

@@ -44,7 +44,8 @@ def ratio_table() -> npt.NDArray[np.int16]:
     """Ratios [127, 256] by the group's largest magnitude byte and the weight's byte."""
     largest = np.maximum(VALUES[:NAN_BYTE], VALUES[1])[:, None]
     ratio = np.nan_to_num(VALUES)[None, :] / largest
-    return np.rint(np.clip(ratio, -1, 1) * RATIO_ONE).astype(np.int16)
+    table: npt.NDArray[np.int16] = np.rint(np.clip(ratio, -1, 1) * RATIO_ONE).astype(np.int16)
+    return table
 
 
 @numba.njit(nogil=True, cache=True)
@@ -61,7 +62,7 @@ def choose(ratios, group_size, steps, weights, smallest, choice):  # type: ignor
         for group in range(np.uint64(choice.size)):
             total = np.int32(0)
             for _ in range(group_size // LANES):
-                total = np.int32(total + squared_distance(ratios, position, step))
+                total = np.int32(total + squared_distance(ratios, position, step))  # type: ignore[call-arg]
                 position += np.uint64(LANES)
             error = total * weight
             better = error < smallest[group]

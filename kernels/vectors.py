@@ -62,5 +62,5 @@ def _splat(kind: ir.VectorType, value: int) -> ir.Constant:
 def _reduce(builder: ir.IRBuilder, how: str, vector: ir.Value) -> ir.Value:
     element = vector.type.element
     name = f"llvm.vector.reduce.{how}.v{LANES}i{element.width}"
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(element, [vector.type]), name)
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(element, [vector.type]), name)  # type: ignore[no-untyped-call]
     return builder.call(function, [vector])

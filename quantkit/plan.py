@@ -43,7 +43,7 @@ class Step:
 class ShardJob:
     """One output shard: the weights whose data lie in the source shard of the same name.
 
-    places  where each output tensor goes in the file, by name
+    places  where each output tensor goes in the file, by name and in that order
     """
 
     shard: str
@@ -246,5 +246,5 @@ def _make_jobs(steps: Iterable[Step]) -> Iterable[ShardJob]:
     for step in sorted(steps, key=lambda step: step.weight.data.offset):
         by_shard.setdefault(step.weight.data.shard, []).append(step)
     for shard, group in sorted(by_shard.items()):
-        header, places = lay_out((spec for step in group for spec in step.outputs), shard)
+        header, places = lay_out((spec for step in group for spec in step.outputs), shard, in_order=True)
         yield ShardJob(shard, tuple(group), header, {place.spec.name: place for place in places})

@@ -129,6 +129,15 @@ def test_search_and_signed_beat_minmax(
         assert errors[method] <= largest[group_size] * errors[ScaleMethod.MINMAX], method
 
 
+@pytest.mark.skipif(not peers.installed("llm-compressor"), reason="llm-compressor is not installed")
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_search_and_signed_beat_the_peers_search(weights: list[Fp8Weight], group_size: int) -> None:
+    """Squared errors are never above those of llm-compressor's memoryless_mse on the same weights."""
+    errors = squared_errors(weights, group_size)
+
+    assert max(errors[ScaleMethod.SEARCH], errors[ScaleMethod.SIGNED]) <= errors["memoryless_mse"]
+
+
 def test_table_without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where llm-compressor is not installed the table says so."""
     monkeypatch.setattr(peers, "installed", lambda _: False)

@@ -138,6 +138,17 @@ def test_the_layout_does_not_depend_on_the_order_of_the_specs() -> None:
     assert lay_out(specs, "x") == lay_out(reversed(specs), "x")
 
 
+def test_a_layout_in_order_moves_odd_sizes_only() -> None:
+    """Only tensors that would leave the next one at no multiple of 8 lose their place; all are aligned."""
+    shapes = {"c": ("BF16", 4), "odd": ("U8", 3), "b": ("I64", 2), "odder": ("F32", 1), "a": ("F32", 2)}
+    specs = [TensorSpec(name, dtype, (size,)) for name, (dtype, size) in shapes.items()]
+    header, places = lay_out(specs, "x", in_order=True)
+
+    assert [place.spec.name for place in places] == ["c", "b", "a", "odder", "odd"]
+    assert [place.offset % DTYPE_BYTES[place.spec.dtype] for place in places] == [0] * 5
+    assert {name for name, _ in safetensors.deserialize(header + bytes(39))} == shapes.keys()
+
+
 @pytest.mark.parametrize("specs", SPEC_LISTS.values(), ids=SPEC_LISTS.keys())
 def test_the_library_reads_what_we_write(specs: list[TensorSpec]) -> None:
     """Every tensor has, in the library's eyes, the dtype, the shape and the bytes that we placed."""

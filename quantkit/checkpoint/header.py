@@ -60,12 +60,18 @@ class StoredTensor:
     offset: int
 
 
-def lay_out(specs: Iterable[TensorSpec], shard: str) -> tuple[bytes, tuple[StoredTensor, ...]]:
-    """The header of a file that holds `specs`, and each tensor's place in it.
+def lay_out(
+    specs: Iterable[TensorSpec], shard: str, *, in_order: bool = False
+) -> tuple[bytes, tuple[StoredTensor, ...]]:
+    """The header of a file that holds `specs`, and each tensor's place in it, aligned to its own item size.
 
-    Widest dtype first and then by name, so that every tensor is aligned to its own item size and the order is fixed.
+    Widest dtype first and then by name, as the safetensors library writes; `in_order` keeps the given order, so that a
+    file can be written as its tensors come: only those whose size is no multiple of 8 bytes are moved to the end.
     """
-    ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
+    given = tuple(specs)
+    ordered = sorted(given, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
+    if in_order:
+        ordered = [spec for spec in given if spec.nbytes % 8 == 0] + [spec for spec in ordered if spec.nbytes % 8]
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = [], 0
     for spec in ordered:

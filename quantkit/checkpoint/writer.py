@@ -6,7 +6,9 @@ OUT/config.json           last of all: a folder without it does not load, so an 
 """
 
 import errno
+import fcntl
 import hashlib
+import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +20,76 @@ from quantkit.errors import OutputError
 
 MANIFEST_FILE = "quantkit.json"
 WORK_FOLDER = ".quantkit"
+_BUFFER_BYTES = 8 << 20  # a multiple of any disk's block size
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
+
+
+class ShardFile:
+    """A file that is written from its beginning to its end, and hashed on the way.
+
+    The bytes pass by the page cache where the file system lets them: filling fresh cache pages costs several times as
+    much as the writing itself, and a checkpoint would push everything else out of the memory.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._file = _open_to_write(path)
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # begins at a page, as direct writes must
+        self._used = 0
+        self._sha256 = hashlib.sha256()
+        try:
+            os.posix_fallocate(self._file, 0, size)
+        except OSError:
+            self.close()
+            raise
+
+    def append(self, data: memoryview) -> None:
+        """Add all bytes of `data`."""
+        data = data.cast("B")
+        while data:
+            piece = data[: _BUFFER_BYTES - self._used]
+            self._buffer[self._used : self._used + len(piece)] = piece
+            self._used += len(piece)
+            data = data[len(piece) :]
+            if self._used == _BUFFER_BYTES:
+                self._write()
+
+    def finish(self) -> str:
+        """Write what is left, and return the sha256 of the whole file."""
+        _write_through_cache(self._file)  # the end is no whole block
+        self._write()
+        return self._sha256.hexdigest()
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self._file)
+
+    def _write(self) -> None:
+        data = self._buffer[: self._used]
+        self._sha256.update(data)
+        while data:
+            try:
+                data = data[os.write(self._file, data) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _write_through_cache(self._file):
+                    raise
+        self._used = 0
+
+
+def _open_to_write(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        return os.open(path, flags | _DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o644)  # a file system without direct writes
+
+
+def _write_through_cache(file: int) -> bool:
+    """Let the page cache take what follows; False if it did so already."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)
 
 
 class OutputFolder:
@@ -66,29 +138,29 @@ class OutputFolder:
             )
 
     @contextmanager
-    def shard(self, name: str, size: int) -> Iterator[int]:
-        """A descriptor to write the shard `name` to, `size` bytes reserved; `publish` makes it final."""
+    def shard(self, name: str, size: int) -> Iterator[ShardFile]:
+        """The file to write the shard `name` to, `size` bytes reserved; `publish` makes it final."""
         with _explained(self.path / name):
-            file = os.open(self.work / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            file = ShardFile(self.work / name, size)
             try:
-                os.posix_fallocate(file, 0, size)
                 yield file
             finally:
-                os.close(file)
+                file.close()
 
-    def publish(self, name: str) -> str:
-        """Flush the file `name`, put it under its final name, and return its sha256."""
+    def publish(self, name: str) -> None:
+        """Flush the file `name` and put it under its final name."""
         with _explained(self.path / name):
-            digest = sync_and_hash(self.work / name)
+            _sync(self.work / name)
             os.rename(self.work / name, self.path / name)
-            _sync_folder(self.path)
-        return digest
+            _sync(self.path, os.O_DIRECTORY)
 
     def write_text(self, name: str, text: str) -> str:
         """Write a whole text file and return its sha256."""
+        data = text.encode("utf-8")  # line ends as they are
         with _explained(self.path / name):
-            (self.work / name).write_bytes(text.encode("utf-8"))  # line ends as they are
-        return self.publish(name)
+            (self.work / name).write_bytes(data)
+        self.publish(name)
+        return hashlib.sha256(data).hexdigest()
 
     def copy(self, source: Path, name: str) -> str:
         """Copy a file, through links, byte for byte, and return its sha256."""
@@ -96,14 +168,17 @@ class OutputFolder:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             (self.work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, self.work / name)
-        return self.publish(name)
+            with (self.work / name).open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        self.publish(name)
+        return sha256
 
     def seal(self, manifest_text: str, config_text: str) -> None:
         """Write the manifest and, last, the config; then nothing of the run is left but the checkpoint."""
         self.write_text(MANIFEST_FILE, manifest_text)
         self.write_text(CONFIG_FILE, config_text)
         shutil.rmtree(self.work)
-        _sync_folder(self.path)
+        _sync(self.path, os.O_DIRECTORY)
 
     def _empty(self) -> None:
         """Take out what an earlier run left, the config first, so that no half-removed folder can load."""
@@ -126,22 +201,8 @@ def _check_space(path: Path, needed_bytes: int, old_bytes: int) -> None:
         )
 
 
-def write_at(file: int, offset: int, buffer: memoryview) -> None:
-    """Write all of `buffer` to the descriptor `file` at the byte `offset`."""
-    done = 0
-    while done < len(buffer):
-        done += os.pwrite(file, buffer[done:], offset + done)
-
-
-def sync_and_hash(path: Path) -> str:
-    """Flush `path` to the disk and return its sha256."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path, flags: int = 0) -> None:
+    file = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(file)
     finally:

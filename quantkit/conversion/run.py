@@ -1,4 +1,4 @@
-"""All shards of a plan: converted one after the other, while the one before is flushed, hashed and renamed.
+"""All shards of a plan: converted one after the other, while the one before is flushed and renamed.
 
 The source shards are hashed in a thread of their own, at about the time when they are converted, so that each is read
 from the disk once.
@@ -65,15 +65,15 @@ class ShardRun:
                         hashes[shard] = hasher.submit(self._hash_source, shard)
                 sources = {shard: hashes[shard] for shard in job.reads}
                 with self.folder.shard(job.shard, job.file_bytes) as file:
-                    convert_shard(job, self.plan.source, file, pool, self.progress)
+                    sha256 = convert_shard(job, self.plan.source, file, pool, 2 * self.workers, self.progress)
                 while pending:
                     yield pending.pop().result()
-                pending.append(publisher.submit(self._publish, job, sources))
+                pending.append(publisher.submit(self._publish, job, sha256, sources))
             while pending:
                 yield pending.pop().result()
 
-    def _publish(self, job: ShardJob, sources: dict[str, Future[str]]) -> Entry:
-        sha256 = self.folder.publish(job.shard)
+    def _publish(self, job: ShardJob, sha256: str, sources: dict[str, Future[str]]) -> Entry:
+        self.folder.publish(job.shard)
         entry = Entry(job.shard, job.file_bytes, sha256, {shard: found.result() for shard, found in sources.items()})
         self.journal.add(entry)
         return entry

@@ -1,10 +1,8 @@
-"""One shard: its tensors in pieces, each read, converted and written by one thread.
+"""One shard: its tensors in pieces, each read and converted by one thread, and written in the order of the file."""
 
-Every output tensor's place in the file is known before, so pieces may finish in any order and the bytes are the same.
-"""
-
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,123 +12,144 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor
-from quantkit.checkpoint.pieces import Reader, buffer, byte_ranges, check_block_scales, nan_error, row_ranges
+from quantkit.checkpoint.pieces import Reader, byte_ranges, check_block_scales, nan_error, row_ranges
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import CODES_PER_WORD, Encoding
-from quantkit.checkpoint.writer import write_at
+from quantkit.checkpoint.writer import ShardFile
 from quantkit.plan import ShardJob, Step
 from quantkit.recipe import ScaleMethod, Scheme
 
-
-def convert_shard(job: ShardJob, source: Source, output: int, pool: Executor, progress: Callable[[int], None]) -> None:
-    """Write the whole file of `job`, which is made from `source`, to the descriptor `output`.
-
-    Raises SourceError, naming the tensor, for a NaN and for a block scale that is NaN, not positive or out of range.
-    """
-    write_at(output, 0, memoryview(job.header))
-    shard = _Shard(job, Reader(source), output)
-    futures = [pool.submit(work) for work in _pieces(shard)]
-    try:
-        for future in futures:
-            progress(future.result())
-    finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)  # the caller closes the descriptor
+Outputs = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class _Shard:
-    job: ShardJob
-    reader: Reader
-    output: int
+class _Piece:
+    """What comes next of some output tensors, by name, and the source bytes that it was made from."""
 
-    def write(self, name: str, begin: int, array: npt.NDArray[Any]) -> None:
-        """Write `array` at the byte `begin` of the output tensor `name`."""
-        write_at(self.output, self.job.places[name].offset + begin, array.data.cast("B"))
+    outputs: Outputs
+    source_bytes: int
 
 
-def _pieces(shard: _Shard) -> Iterator[Callable[[], int]]:
-    """The shard's work in the order of the source; each piece returns the source bytes that it dealt with."""
-    for step in shard.job.steps:
+def convert_shard(
+    job: ShardJob, source: Source, file: ShardFile, pool: Executor, ahead: int, progress: Callable[[int], None]
+) -> str:
+    """Write the whole file of `job`, which is made from `source`, and return its sha256.
+
+    At most `ahead` pieces are read or held in memory before they are written. Raises SourceError, naming the tensor,
+    for a NaN and for a block scale that is NaN, not positive or out of range.
+    """
+    file.append(memoryview(job.header))
+    order = _Order(job, file)
+    running: deque[Future[_Piece]] = deque()
+
+    def take() -> None:
+        piece = running.popleft().result()
+        order.add(piece.outputs)
+        progress(piece.source_bytes)
+
+    try:
+        for work in _pieces(job, Reader(source)):
+            running.append(pool.submit(work))
+            if len(running) == ahead:
+                take()
+        while running:
+            take()
+    finally:
+        for future in running:
+            future.cancel()
+        wait(running)
+    return file.finish()
+
+
+class _Order:
+    """Puts the tensors of `job` into `file` one after the other. What comes early waits: the scales of a weight until
+    its codes are complete, and small tensors that have their place at the end."""
+
+    def __init__(self, job: ShardJob, file: ShardFile) -> None:
+        self._file = file
+        self._turns = deque((name, place.spec.nbytes) for name, place in job.places.items() if place.spec.nbytes)
+        self._waiting: dict[str, list[npt.NDArray[Any]]] = {}
+
+    def add(self, outputs: Outputs) -> None:
+        for name, array in outputs.items():
+            self._waiting.setdefault(name, []).append(array)
+        while self._turns and (arrays := self._waiting.pop(self._turns[0][0], None)) is not None:
+            name, missing = self._turns.popleft()
+            for array in arrays:
+                self._file.append(array.data)
+            missing -= sum(array.nbytes for array in arrays)
+            if missing:
+                self._turns.appendleft((name, missing))
+
+
+def _pieces(job: ShardJob, reader: Reader) -> Iterator[Callable[[], _Piece]]:
+    """The shard's work in the order of the source."""
+    for step in job.steps:
         decoded = step.weight.encoding is Encoding.FP8_BLOCK and step.treatment.scheme is Scheme.BF16
         if decoded or step.treatment.scheme is Scheme.INT4:
-            yield from (partial(_convert, shard, step, begin, end) for begin, end in row_ranges(step.weight))
+            yield from (partial(_convert, reader, step, begin, end) for begin, end in row_ranges(step.weight))
         else:
             for tensor, target in zip(step.weight.tensors, step.outputs, strict=True):
                 ranges = byte_ranges(tensor.spec.nbytes)
-                yield from (partial(_copy, shard, step, tensor, target.name, begin, end) for begin, end in ranges)
+                yield from (partial(_copy, reader, step, tensor, target.name, begin, end) for begin, end in ranges)
 
 
-def _copy(shard: _Shard, step: Step, tensor: StoredTensor, target: str, begin: int, end: int) -> int:
-    data = shard.reader.tensor_bytes(tensor, begin, end)
+def _copy(reader: Reader, step: Step, tensor: StoredTensor, target: str, begin: int, end: int) -> _Piece:
+    data = np.empty(end - begin, np.uint8)
+    reader.source.read_into(tensor, begin, data.data)
     if step.weight.encoding is Encoding.FP8_BLOCK:
         if tensor is step.weight.scale:
             check_block_scales(tensor, data.view(np.float32).reshape(1, -1), begin)
         elif (nan := ops.first_nan(data)) is not None:
             raise nan_error(tensor, begin + nan)
-    shard.write(target, begin, data)
-    return end - begin
+    return _Piece({target: data}, end - begin)
 
 
-def _convert(shard: _Shard, step: Step, begin: int, end: int) -> int:
+def _convert(reader: Reader, step: Step, begin: int, end: int) -> _Piece:
     """Convert the rows `begin` to `end` of a weight."""
     weight = step.weight
     if weight.encoding is Encoding.FP8_BLOCK:
-        data, scale = shard.reader.fp8_rows(weight, begin, end)
+        data, scale = reader.fp8_rows(weight, begin, end)
         convert = _fp8_to_int4 if step.treatment.scheme is Scheme.INT4 else _fp8_to_bf16
-        bad, nbytes = convert(shard, step, begin, data, scale), data.nbytes + scale.nbytes
+        outputs, bad = convert(step, data, scale)
+        nbytes = data.nbytes + scale.nbytes
     else:
-        floats = shard.reader.float_rows(weight, begin, end)
-        bad, nbytes = _to_int4(shard, step, begin, floats), weight.nbytes * (end - begin) // weight.shape[0]
+        outputs, bad = _to_int4(step, reader.float_rows(weight, begin, end))
+        nbytes = weight.nbytes * (end - begin) // weight.shape[0]
     if bad is not None:
         raise nan_error(weight.data, begin * weight.shape[1] + bad)
-    return nbytes
+    if begin == 0 and step.treatment.scheme is Scheme.INT4:
+        outputs[step.outputs[2].name] = np.array(weight.shape, np.int64)
+    return _Piece(outputs, nbytes)
 
 
-def _fp8_to_bf16(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.Scales) -> int | None:
+def _fp8_to_bf16(step: Step, data: ops.Bytes, scale: ops.Scales) -> tuple[Outputs, int | None]:
     assert step.weight.block is not None
-    decoded = buffer("decoded", data.shape, np.uint16)
+    decoded = np.empty(data.shape, np.uint16)
     bad = ops.fp8_block_to_bf16(data, scale, step.weight.block, decoded)
-    shard.write(step.outputs[0].name, begin * data.shape[1] * 2, decoded)
-    return bad
+    return {step.outputs[0].name: decoded}, bad
 
 
-def _fp8_to_int4(shard: _Shard, step: Step, begin: int, data: ops.Bytes, scale: ops.Scales) -> int | None:
+def _fp8_to_int4(step: Step, data: ops.Bytes, scale: ops.Scales) -> tuple[Outputs, int | None]:
     """In the byte domain where each group lies in one block, else by way of exact floats."""
-    block, group_size, method = step.weight.block, step.treatment.group_size, step.treatment.scale
+    block, group_size = step.weight.block, step.treatment.group_size
     assert block is not None
     assert group_size is not None
-    assert method is not None
     if block[1] % group_size:
-        return _to_int4(shard, step, begin, ops.fp8_block_to_float(data, scale, block))
-    packed, out_scale = _int4_buffers(data.shape, group_size)
-    signed = method is ScaleMethod.SIGNED
-    bad = ops.fp8_block_to_int4(data, scale, block, group_size, method.divisors, signed, packed, out_scale)
-    _write_int4(shard, step, begin, packed, out_scale)
-    return bad
+        return _to_int4(step, ops.fp8_block_to_float(data, scale, block))
+    return _quantize(partial(ops.fp8_block_to_int4, data, scale, block), step, data.shape)
 
 
-def _to_int4(shard: _Shard, step: Step, begin: int, floats: ops.Floats) -> int | None:
+def _to_int4(step: Step, floats: ops.Floats) -> tuple[Outputs, int | None]:
+    return _quantize(partial(ops.float_to_int4, floats), step, floats.shape)
+
+
+def _quantize(kernel: Callable[..., int | None], step: Step, shape: tuple[int, ...]) -> tuple[Outputs, int | None]:
+    """The packed codes and scales that `kernel` makes of a piece, and where it met a NaN."""
     group_size, method = step.treatment.group_size, step.treatment.scale
     assert group_size is not None
     assert method is not None
-    packed, out_scale = _int4_buffers(floats.shape, group_size)
-    signed = method is ScaleMethod.SIGNED
-    bad = ops.float_to_int4(floats, group_size, method.divisors, signed, packed, out_scale)
-    _write_int4(shard, step, begin, packed, out_scale)
-    return bad
-
-
-def _int4_buffers(shape: tuple[int, ...], group_size: int) -> tuple[ops.Words, ops.Bf16Bits]:
-    rows, columns = shape
-    packed = buffer("packed", (rows, columns // CODES_PER_WORD), np.uint32)
-    return packed, buffer("out_scale", (rows, columns // group_size), np.uint16)
-
-
-def _write_int4(shard: _Shard, step: Step, begin: int, packed: ops.Words, out_scale: ops.Bf16Bits) -> None:
-    packed_name, scale_name, shape_name = (spec.name for spec in step.outputs)
-    shard.write(packed_name, begin * packed.shape[1] * 4, packed)
-    shard.write(scale_name, begin * out_scale.shape[1] * 2, out_scale)
-    if begin == 0:
-        shard.write(shape_name, 0, np.array(step.weight.shape, np.int64))
+    packed: ops.Words = np.empty((shape[0], shape[1] // CODES_PER_WORD), np.uint32)
+    scale: ops.Bf16Bits = np.empty((shape[0], shape[1] // group_size), np.uint16)
+    bad = kernel(group_size, method.divisors, method is ScaleMethod.SIGNED, packed, scale)
+    return {step.outputs[0].name: packed, step.outputs[1].name: scale}, bad
