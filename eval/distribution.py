@@ -1,30 +1,27 @@
 """How far a converted model's next-token distributions are from its baseline's, on any text.
 
-Both run in transformers in float32 on the same windows of the text. The weights are what is measured: where a format
-makes transformers quantize activations as well, that is switched off, and experts that it keeps in BF16 are widened.
+Both run in transformers in float32 on the same windows of the text, as `loading` loads them.
 
     bits per byte   of the text, by each model: lower is better
     KL divergence   mean over the scored tokens of KL(baseline || candidate), in nats: 0 for the same distributions
     top-1           share of the scored tokens for which both models rank the same token first
+    flips           share of the scored tokens that one model ranks first and the other does not
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.checkpoint.config import KEY
-from quantkit.checkpoint.source import Source, open_source
-from quantkit.checkpoint.weights import Encoding, read_weights
-from quantkit.errors import DependencyError, SourceError, UsageError
-from quantkit.report import DistributionReport
+from quantkit.errors import UsageError
+from quantkit.eval.loading import Loaded, check_measurable, load
+from quantkit.report import DistributionReport, PositionRange
 
 _BATCH = 8  # windows in one forward pass
+_POSITION_RANGES = 8
 
 
 def compare_distributions(
@@ -35,34 +32,83 @@ def compare_distributions(
     window      tokens in one forward pass; windows do not overlap, and the first token of each is not scored
     max_tokens  at most so many tokens from the start of the text are used
     """
-    if window < 2:
-        raise UsageError(f"window is {window}; it must be at least 2")
     content = _read(Path(text))
-    folders = Path(baseline), Path(candidate)
-    sources = [_measurable(folder) for folder in folders]
-    windows = _windows(Path(baseline), content, window, max_tokens)
-    reference, converted = (
-        _load_float32(folder, source.config.get(KEY)) for folder, source in zip(folders, sources, strict=True)
+    for folder in (baseline, candidate):
+        check_measurable(Path(folder))
+    return compare_loaded(
+        load(Path(candidate)),
+        load(Path(baseline)),
+        content,
+        names=(str(candidate), str(baseline), str(text)),
+        window=window,
+        max_tokens=max_tokens,
     )
-    totals = torch.zeros(4, dtype=torch.float64)
+
+
+def compare_loaded(
+    candidate: Loaded, baseline: Loaded, text: str, *, names: tuple[str, str, str], window: int, max_tokens: int
+) -> DistributionReport:
+    """The same for models in memory; `names` are those of candidate, baseline and text. The tokenizer is baseline's."""
+    windows = _windows(baseline.tokenizer, text, window, max_tokens)
+    totals = torch.zeros(window - 1, len(_COLUMNS), dtype=torch.float64)
     with torch.inference_mode():
         for tokens in windows.tokens.split(_BATCH):
-            for window_logits in zip(reference(tokens).logits, converted(tokens).logits, tokens, strict=True):
+            both = baseline.model(tokens).logits, candidate.model(tokens).logits
+            for window_logits in zip(*both, tokens, strict=True):
                 totals += _score(*window_logits)  # one by one: float64 over a large vocabulary is large
-    scored = windows.tokens[:, 1:].numel()
-    to_bits_per_byte = 1 / math.log(2) / windows.scored_bytes
+    count = len(windows.tokens)
+    whole = _Sums(totals.sum(dim=0), int(windows.scored_bytes.sum()), count * (window - 1))
     return DistributionReport(
-        candidate=str(candidate),
-        baseline=str(baseline),
-        text=str(text),
+        candidate=names[0],
+        baseline=names[1],
+        text=names[2],
         window=window,
-        scored_tokens=scored,
-        scored_bytes=windows.scored_bytes,
-        baseline_bits_per_byte=totals[0].item() * to_bits_per_byte,
-        candidate_bits_per_byte=totals[1].item() * to_bits_per_byte,
-        kl_divergence=totals[2].item() / scored,
-        top1_agreement=totals[3].item() / scored,
+        scored_tokens=whole.tokens,
+        scored_bytes=whole.nbytes,
+        baseline_bits_per_byte=whole.bits_per_byte("baseline_loss"),
+        candidate_bits_per_byte=whole.bits_per_byte("candidate_loss"),
+        kl_divergence=whole.mean("divergence"),
+        top1_agreement=whole.mean("agreement"),
+        baseline_correct=whole.count("baseline_correct"),
+        lost=whole.count("lost"),
+        gained=whole.count("gained"),
+        flips=whole.mean("lost") + whole.mean("gained"),
+        positions=_by_position(totals, windows.scored_bytes, count),
     )
+
+
+_COLUMNS = ("baseline_loss", "candidate_loss", "divergence", "agreement", "baseline_correct", "lost", "gained")
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of the `_COLUMNS` over tokens that stand for `nbytes` of text; losses and divergence in nats."""
+
+    values: torch.Tensor
+    nbytes: int
+    tokens: int
+
+    def mean(self, column: str) -> float:
+        return self.values[_COLUMNS.index(column)].item() / self.tokens
+
+    def count(self, column: str) -> int:
+        return round(self.values[_COLUMNS.index(column)].item())
+
+    def bits_per_byte(self, column: str) -> float:
+        return self.values[_COLUMNS.index(column)].item() / math.log(2) / max(self.nbytes, 1)
+
+
+def _by_position(totals: torch.Tensor, scored_bytes: torch.Tensor, count: int) -> tuple[PositionRange, ...]:
+    """The same in ranges of about equal length of the position in the window."""
+    length = len(totals)
+    ranges = min(_POSITION_RANGES, length)
+    borders = [length * number // ranges for number in range(ranges + 1)]
+    found = []
+    for begin, end in pairwise(borders):
+        sums = _Sums(totals[begin:end].sum(dim=0), int(scored_bytes[begin:end].sum()), count * (end - begin))
+        bits = sums.bits_per_byte("baseline_loss"), sums.bits_per_byte("candidate_loss")
+        found.append(PositionRange(begin + 1, end, *bits, sums.mean("divergence"), sums.mean("agreement")))
+    return tuple(found)
 
 
 def _read(text: Path) -> str:
@@ -72,96 +118,39 @@ def _read(text: Path) -> str:
         raise UsageError(f"{text}: cannot be read as UTF-8 text: {error}") from error
 
 
-def _measurable(folder: Path) -> Source:
-    """The checkpoint in `folder`, refused if transformers would misread it: 5.17 takes the block's rows for a part of
-    the weight's when these are not a multiple."""
-    source = open_source(folder)
-    if (source.config.get(KEY) or {}).get("quant_method") != "compressed-tensors" and any(
-        weight.encoding is not Encoding.PLAIN for weight in read_weights(source)
-    ):
-        raise SourceError(
-            f"{folder} holds FP8 blocks, which transformers misreads when rows are not a multiple of the block",
-            hint=f"Decode it first: quantkit convert {folder} --bf16 -o FOLDER.",
-        )
-    return source
-
-
-def _load_float32(folder: Path, quantization: dict[str, Any] | None) -> Any:
-    """The causal language model, loaded by transformers and widened to float32, activations unquantized."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    if quantization:
-        for group in quantization["config_groups"].values():
-            group["input_activations"] = None
-        config.quantization_config = quantization
-    with _quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="eager"
-        )
-        with torch.inference_mode():
-            model(torch.zeros(1, 2, dtype=torch.int64))  # compressed weights are decoded in the first forward pass
-    return torch.nn.Module.float(model).eval()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress bars and remarks of the loaders; what they raise comes through."""
-    from loguru import logger
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    logger.disable("compressed_tensors")
-    try:
-        with redirect_stderr(StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
-        logger.enable("compressed_tensors")
-
-
 @dataclass(frozen=True)
 class _Windows:
-    """tokens [number, window] int64; scored_bytes of UTF-8 text that all but each window's first token stand for."""
+    """tokens [number, window] int64; scored_bytes [window - 1] int64: of UTF-8 text, summed over windows, that the
+    tokens at each position but the first stand for."""
 
     tokens: torch.Tensor
-    scored_bytes: int
+    scored_bytes: torch.Tensor
 
 
-def _windows(folder: Path, text: str, window: int, max_tokens: int) -> _Windows:
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise DependencyError(
-            "transformers is not installed", hint="Install what evaluation needs: pip install 'quantkit[eval]'."
-        ) from error
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def _windows(tokenizer: Any, text: str, window: int, max_tokens: int) -> _Windows:
+    if window < 2:
+        raise UsageError(f"window is {window}; it must be at least 2")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     count = min(len(encoded["input_ids"]), max_tokens) // window
     if count == 0:
         raise UsageError(f"the text has fewer than {window} tokens", hint="Give a longer text or a smaller --window.")
     tokens = torch.tensor(encoded["input_ids"][: count * window]).reshape(count, window)
-    return _Windows(tokens, sum(_scored_bytes(text, encoded["offset_mapping"], window, count)))
-
-
-def _scored_bytes(text: str, offsets: list[tuple[int, int]], window: int, count: int) -> Iterator[int]:
-    for number in range(count):
-        begin, end = offsets[number * window + 1][0], offsets[(number + 1) * window - 1][1]
-        yield len(text[begin:end].encode())
+    ends = [end for _, end in encoded["offset_mapping"][: count * window]]
+    nbytes = [len(text[begin:end].encode()) for begin, end in pairwise([0, *ends])]
+    return _Windows(tokens, torch.tensor(nbytes).reshape(count, window)[:, 1:].sum(dim=0))
 
 
 def _score(baseline: torch.Tensor, candidate: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Sums over the tokens of a window, float64 [4]: baseline's and candidate's loss in nats, KL, equal first ranks.
+    """The `_COLUMNS` of each token of a window but the first, float64 [window - 1, columns].
 
     baseline, candidate  logits [window, vocabulary]
-    tokens               [window]; all but the first are scored
+    tokens               [window]
     """
     log_p, log_q = (logits[:-1].double().log_softmax(dim=-1) for logits in (baseline, candidate))
-    losses = [-log.gather(-1, tokens[1:].unsqueeze(-1)).sum() for log in (log_p, log_q)]
-    divergence = (log_p.exp() * (log_p - log_q)).sum()
-    agreement = (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum().double()
-    return torch.stack([*losses, divergence, agreement])
+    targets = tokens[1:]
+    losses = [-log.gather(-1, targets.unsqueeze(-1)).squeeze(-1) for log in (log_p, log_q)]
+    divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    first_p, first_q = log_p.argmax(dim=-1), log_q.argmax(dim=-1)
+    right_p, right_q = first_p == targets, first_q == targets
+    flags = first_p == first_q, right_p, right_p & ~right_q, right_q & ~right_p
+    return torch.stack([*losses, divergence, *(flag.double() for flag in flags)], dim=-1)

@@ -1,7 +1,7 @@
 """What a person sees: tables on stdout, progress, warnings and errors on stderr. The only user of rich."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -10,8 +10,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from quantkit.errors import QuantkitError
-from quantkit.report import Check, DistributionReport, Inspection, Manifest, Report, Verification
+from quantkit.remote import PublishReport
+from quantkit.report import (
+    AccuracyReport,
+    Check,
+    Comparison,
+    DistributionReport,
+    Inspection,
+    Manifest,
+    PositionRange,
+    Report,
+    Verdict,
+    Verification,
+)
 
+_MOST_TASKS = 20  # in a table
 _FILE_WIDTH = 160  # of tables that go to a file or a pipe
 _OUT = Console(soft_wrap=True, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 _ERR = Console(stderr=True, soft_wrap=True)
@@ -29,8 +42,18 @@ def show(report: Report, *, as_json: bool) -> None:
         _show_inspection(report)
     elif isinstance(report, DistributionReport):
         _show_distribution(report)
+    elif isinstance(report, AccuracyReport):
+        _show_accuracy(report)
+    elif isinstance(report, PublishReport):
+        _show_publication(report)
     for warning in getattr(report, "warnings", ()):
         _ERR.print(f"[yellow]warning:[/] {escape(warning)}")
+
+
+def tell(what: str) -> None:
+    """Say on stderr, if that is a terminal, what is being done."""
+    if _ERR.is_terminal:
+        _ERR.print(f"[dim]{escape(what)} ...[/]")
 
 
 def show_error(error: QuantkitError) -> None:
@@ -152,6 +175,33 @@ def _show_inspection(result: Inspection) -> None:
     )
 
 
+def _show_accuracy(report: AccuracyReport) -> None:
+    if report.distribution:
+        _show_distribution(report.distribution)
+    headings = ("task", "metric:", "items", "baseline", "candidate", "lost", "gained", "difference", "lower", "upper")
+    table = _table(f"{escape(report.candidate)} against {escape(report.baseline)}", *headings, "p (Holm)", "detectable")
+    shown = sorted(report.tasks, key=lambda task: task.adjusted_p_value)[:_MOST_TASKS]
+    for task in (*(task for task in report.tasks if task in shown), report.pooled):
+        if task and (task is not report.pooled or len(report.tasks) > 1):
+            table.add_row(*_comparison_row(task))
+    _OUT.print(table)
+    if hidden := len(report.tasks) - len(shown):
+        _OUT.print(f"and {hidden} more tasks with larger p; --json shows all")
+    color = {Verdict.PASS: "green", Verdict.FAIL: "red"}.get(report.verdict, "yellow")
+    margin = f"suite {report.suite}, rule {report.rule}, margin {100 * report.max_drop:g} points"
+    _OUT.print(f"[bold {color}]{report.verdict.upper()}[/]  ({margin})")
+    for reason in report.reasons:
+        _OUT.print(f"  {escape(reason)}")
+
+
+def _comparison_row(task: Comparison) -> tuple[str, ...]:
+    shares = (f"{correct / task.items:.2%}" for correct in (task.baseline_correct, task.candidate_correct))
+    points = (f"{100 * share:+.2f}" for share in (task.difference, task.lower, task.upper))
+    metric = ",".join(filter(None, (task.metric, task.filter)))
+    counts = (f"{task.lost:,}", f"{task.gained:,}", *points, f"{task.adjusted_p_value:.2g}")
+    return (escape(task.task), escape(metric), f"{task.items:,}", *shares, *counts, f"{100 * task.detectable_drop:.2f}")
+
+
 def _show_distribution(report: DistributionReport) -> None:
     table = _table(f"{escape(report.candidate)} against {escape(report.baseline)}", "", "value", "meaning:")
     table.add_row("bits per byte, baseline", f"{report.baseline_bits_per_byte:.4f}", "")
@@ -159,5 +209,27 @@ def _show_distribution(report: DistributionReport) -> None:
     table.add_row("bits per byte, candidate", f"{report.candidate_bits_per_byte:.4f}", f"{difference:+.4f}")
     table.add_row("KL divergence", f"{report.kl_divergence:.5f}", "nats per token; 0 is the same distribution")
     table.add_row("top-1 agreement", f"{report.top1_agreement:.2%}", "both rank the same token first")
+    table.add_row("flips", f"{report.flips:.2%}", f"{report.lost:,} tokens lost, {report.gained:,} gained")
+    half = len(report.positions) // 2
+    early, late = (_mean_kl(part) for part in (report.positions[:half], report.positions[half:]))
+    table.add_row("KL, first and second half", f"{early:.5f} {late:.5f}", "of the positions in a window")
     _OUT.print(table)
     _OUT.print(f"{report.scored_tokens:,} tokens ({report.scored_bytes:,} bytes) of {escape(report.text)} scored")
+
+
+def _mean_kl(positions: Sequence[PositionRange]) -> float:
+    lengths = [part.last - part.first + 1 for part in positions]
+    total = sum(length * part.kl_divergence for length, part in zip(lengths, positions, strict=True))
+    return total / max(sum(lengths), 1)
+
+
+def _show_publication(report: PublishReport) -> None:
+    """A dry run shows the card, which is what remains to be judged."""
+    if report.commit is None:
+        sys.stdout.write(f"{report.card}\n")
+    visibility = "private" if report.private else "public"
+    sent = f"{report.uploaded} {'to send' if report.commit is None else 'sent'} ({_size(report.uploaded_bytes)})"
+    _OUT.print(
+        f"{escape(report.url)} ({visibility}), {escape(report.revision)}: {len(report.files)} files, {sent}, "
+        f"{report.already_there} already there" + (f"; commit {report.commit}" if report.commit else "")
+    )

@@ -9,7 +9,9 @@
     ├── OutputError           1   the place to write to is not usable
     ├── RemoteError           1   the Hub did not give what was asked for
     ├── DependencyError       1   an optional package is not installed
-    └── CheckFailed           3   a check ran and found something wrong
+    ├── NotComparable         1   two evaluations differ in more than the weights, or one of them is not sound
+    ├── CheckFailed           3   a check ran and found something wrong
+    └── Undecided             4   a check ran and its evidence does not suffice
 
 Anything else that escapes is a bug of ours.
 """
@@ -63,3 +65,13 @@ class CheckFailed(QuantkitError):
     """A check ran to its end and found something wrong."""
 
     exit_code = 3
+
+
+class NotComparable(QuantkitError):
+    """Two evaluations differ in more than the weights, or one of them is not sound."""
+
+
+class Undecided(QuantkitError):
+    """A check ran to its end and its evidence does not suffice for either answer."""
+
+    exit_code = 4

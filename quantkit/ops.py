@@ -152,8 +152,11 @@ def int4_error(weight: Bytes, scale: Scales, block: tuple[int, int], packed: Wor
     return kernel(weight, scale, block, packed, out_scale)
 
 
-def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits) -> "Int4Error":
-    """What INT4 `packed` [N, K/8] with `out_scale` [N, K/g], all sound, lost against floats `weight` [N, K]."""
+def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits, slack: float = 0.0) -> "Int4Error":
+    """What INT4 `packed` [N, K/8] with `out_scale` [N, K/g], all sound, lost against floats `weight` [N, K].
+
+    slack  how far `weight` may be, relatively, from the numbers that the codes were made from
+    """
     from quantkit.kernels.int4_error import Int4Error
 
     exact = weight.astype(np.float64)
@@ -162,5 +165,5 @@ def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits) -> "Int
     codes = unpack_int4(packed)
     error = exact - codes * step
     beyond = ((codes == 7) & (error / step > 0)) | ((codes == -8) & (error / step < 0))
-    not_nearest = int((~((np.abs(error) <= np.abs(step) / 2) | beyond)).sum())
+    not_nearest = int((~((np.abs(error) <= np.abs(step) / 2 + slack * np.abs(exact)) | beyond)).sum())
     return Int4Error(float(np.square(error).sum()), float(np.square(exact).sum()), not_nearest, bad_scales=0)

@@ -2,7 +2,8 @@
 
 import json
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
 SCHEMA_VERSION = 1
 
@@ -15,6 +16,30 @@ class Report:
         assert is_dataclass(self)
         content = {"schema_version": SCHEMA_VERSION, "kind": type(self).__name__, **asdict(self)}
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The report that `to_json` wrote; ValueError, KeyError or TypeError if it is none."""
+        content = json.loads(text)
+        del content["schema_version"]
+        if (kind := content.pop("kind")) != cls.__name__:
+            raise ValueError(f"a {kind}, not a {cls.__name__}")
+        return cast(Self, _build(cls, content))
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """What `to_json` made of a value of the type `kind`, turned back."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return cast(Any, kind)(**{name: _build(hints[name], entry) for name, entry in dict(value).items()})
+    arguments = get_args(kind)
+    if type(None) in arguments:
+        return None if value is None else _build(arguments[0], value)
+    if get_origin(kind) is tuple:
+        return tuple(_build(arguments[0], entry) for entry in value)
+    if get_origin(kind) is dict:
+        return {name: _build(arguments[1], entry) for name, entry in dict(value).items()}
+    return Verdict(value) if kind is Verdict else value
 
 
 @dataclass(frozen=True)
@@ -61,15 +86,6 @@ class Manifest(Report):
     file_bytes: int
     files: dict[str, File] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, text: str) -> "Manifest":
-        """The manifest that `to_json` wrote; ValueError, KeyError or TypeError if it is none."""
-        content = json.loads(text)
-        del content["schema_version"], content["kind"]
-        groups = tuple(Group(**group) for group in content.pop("groups"))
-        files = {name: File(**file) for name, file in content.pop("files").items()}
-        return cls(groups=groups, files=files, warnings=tuple(content.pop("warnings")), **content)
 
 
 @dataclass(frozen=True)
@@ -170,11 +186,26 @@ class Verification(Report):
 
 
 @dataclass(frozen=True)
+class PositionRange:
+    """The same figures for the scored tokens at the positions `first` to `last` of a window, counted from 0."""
+
+    first: int
+    last: int
+    baseline_bits_per_byte: float
+    candidate_bits_per_byte: float
+    kl_divergence: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
 class DistributionReport(Report):
     """How far the next-token distributions of a candidate are from its baseline's on a text.
 
-    kl_divergence   mean of KL(baseline || candidate) over the scored tokens, in nats
-    top1_agreement  share of the scored tokens for which both rank the same token first
+    kl_divergence     mean of KL(baseline || candidate) over the scored tokens, in nats
+    top1_agreement    share of the scored tokens for which both rank the same token first
+    baseline_correct  scored tokens that the baseline ranks first
+    lost, gained      scored tokens that only the baseline, or only the candidate, ranks first
+    flips             share of the scored tokens that are lost or gained
     """
 
     candidate: str
@@ -187,3 +218,80 @@ class DistributionReport(Report):
     candidate_bits_per_byte: float
     kl_divergence: float
     top1_agreement: float
+    baseline_correct: int
+    lost: int
+    gained: int
+    flips: float
+    positions: tuple[PositionRange, ...]
+
+
+class Verdict(StrEnum):
+    """What the accuracy gate says of a candidate."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    CANNOT_DECIDE = "cannot decide"
+    INVALID = "invalid"  # the two runs are not comparable, or one of them is not sound
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One task's items, or all tasks' together, answered by both models. Differences are candidate minus baseline.
+
+    metric, filter      as the harness names them; empty for all tasks together
+    lost, gained        items that only the baseline, or only the candidate, has right
+    lower, upper        one-sided 95 % bounds of the difference, each
+    p_value             exact McNemar test, two-sided
+    adjusted_p_value    the same by Holm over all tasks
+    detectable_drop     the smallest true drop that so many items find in 80 % of all cases
+    has_power           whether so many items pass in 80 % of all cases if there is no difference
+    """
+
+    task: str
+    metric: str
+    filter: str
+    items: int
+    baseline_correct: int
+    candidate_correct: int
+    lost: int
+    gained: int
+    difference: float
+    lower: float
+    upper: float
+    p_value: float
+    adjusted_p_value: float
+    detectable_drop: float
+    has_power: bool
+
+
+@dataclass(frozen=True)
+class AccuracyReport(Report):
+    """The accuracy gate's verdict on a candidate, with its evidence.
+
+    candidate, baseline    names; their digests stand for all bytes of the checkpoints
+    rule                   `paired` or `point`
+    max_drop               as a share: 0.008 is 0.8 points
+    reasons                in words, what decided
+    tasks, pooled          the comparisons, and that of all items together; none for an invalid run
+    needed_items           for `cannot decide`: about so many items in all would decide
+    distribution           next-token distributions on a text, when they were compared
+    settings               what both runs share: harness and library versions, seed, limit, few-shot, filters, sampling
+    seconds                wall time of each stage; 0 where a result came from the cache
+    """
+
+    candidate: str
+    baseline: str
+    candidate_digest: str
+    baseline_digest: str
+    suite: str
+    rule: str
+    max_drop: float
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    tasks: tuple[Comparison, ...]
+    pooled: Comparison | None
+    needed_items: int | None
+    distribution: DistributionReport | None
+    settings: dict[str, Any]
+    seconds: dict[str, float]
+    warnings: tuple[str, ...] = ()

@@ -9,8 +9,8 @@
     GET        /api/models/{id}/tree/{revision}        its files with sizes and hashes
     HEAD, GET  /{id}/resolve/{revision}/{path}         a file, whole or from a byte on
 
-A request is answered by the row of `_ROUTES` that it matches; another endpoint is another row and another method of
-`_Handler`. Refusals carry the codes of the Hub in X-Error-Code, by which the client chooses its exception.
+A request is answered by the row of `Handler.routes` that it matches; `hub_uploads.py` adds those for writing. Refusals
+carry the codes of the Hub in X-Error-Code, by which the client chooses its exception.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-_LFS_SUFFIXES = (".safetensors", ".bin")
+LFS_SUFFIXES = (".safetensors", ".bin")
 _LFS_POINTER_BYTES = 134
 
 
@@ -35,18 +35,18 @@ _LFS_POINTER_BYTES = 134
 class File:
     """A file of a repository: the large ones are named by their sha256, the others by their git blob's hash."""
 
-    path: Path
+    content: Path | bytes
     name: str
 
     @cached_property
     def data(self) -> bytes:
         """The file's bytes, as they were when they were first asked for."""
-        return self.path.read_bytes()
+        return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
 
     @cached_property
     def sha256(self) -> str | None:
         """The hash of a large file; None for one that git holds itself."""
-        return hashlib.sha256(self.data).hexdigest() if self.name.endswith(_LFS_SUFFIXES) else None
+        return hashlib.sha256(self.data).hexdigest() if self.name.endswith(LFS_SUFFIXES) else None
 
     @cached_property
     def blob_id(self) -> str:
@@ -90,39 +90,46 @@ class Request:
 
 
 @dataclass
-class _Fault:
+class Fault:
+    """What happens to requests: a status, an answer cut after `keep` bytes, or, without either, no answer at all."""
+
     ending: str
     method: str | None
-    status: int | None  # None cuts the body after `keep` bytes
-    keep: int
+    status: int | None
+    keep: int | None
     left: int
+    headers: dict[str, str] = field(default_factory=dict)
+    skip: int = 0
 
 
 @dataclass
-class _State:
+class State:
+    """What the server has and has seen."""
+
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
-    faults: list[_Fault] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, request: Request) -> _Fault | None:
-        """Remember a request, and use up a fault that waits for it."""
+    def take_fault(self, method: str, path: str) -> Fault | None:
+        """Use up a fault that waits for such a request."""
         with self.lock:
-            self.requests.append(request)
             for fault in self.faults:
-                if fault.left and fault.method in (None, request.method) and request.path.endswith(fault.ending):
-                    fault.left -= 1
-                    return fault
+                if fault.left and fault.method in (None, method) and path.endswith(fault.ending):
+                    if fault.skip == 0:
+                        fault.left -= 1
+                        return fault
+                    fault.skip -= 1
         return None
 
 
 class HubServer:
     """The server; a context manager that serves until it is left and raises what went wrong in it."""
 
-    def __init__(self) -> None:
-        self._state = _State()
-        self._server = _Server(("127.0.0.1", 0), partial(_Handler, self._state), self._state)
+    def __init__(self, state: State | None = None, handler: "type[Handler] | None" = None) -> None:
+        self._state = state or State()
+        self._server = _Server(("127.0.0.1", 0), partial(handler or Handler, self._state), self._state)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
     def __enter__(self) -> "HubServer":
@@ -157,13 +164,17 @@ class HubServer:
         self._state.repositories[name] = repository
         return repository.commit
 
-    def fail(self, ending: str, *, status: int, times: int = 1, method: str | None = None) -> None:
-        """Answer the next `times` requests whose path ends in `ending` with `status`."""
-        self._state.faults.append(_Fault(ending, method, status, 0, times))
+    def fail(self, ending: str, *, status: int, times: int = 1, method: str | None = None, **more: Any) -> None:
+        """Answer the next `times` requests whose path ends in `ending` with `status`; `skip` so many before."""
+        self._state.faults.append(Fault(ending, method, status, 0, times, **more))
 
-    def cut(self, ending: str, *, keep: int, times: int = 1) -> None:
+    def cut(self, ending: str, *, keep: int, times: int = 1, method: str = "GET") -> None:
         """Send `keep` bytes of the next `times` bodies of a path that ends in `ending`, then close the connection."""
-        self._state.faults.append(_Fault(ending, "GET", None, keep, times))
+        self._state.faults.append(Fault(ending, method, None, keep, times))
+
+    def hang_up(self, ending: str, *, method: str, times: int = 1) -> None:
+        """Close the connection of the next `times` requests whose path ends in `ending` while they are being sent."""
+        self._state.faults.append(Fault(ending, method, None, None, times))
 
     def heal(self) -> None:
         """Forget all faults."""
@@ -173,7 +184,7 @@ class HubServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: Any, state: _State) -> None:
+    def __init__(self, address: tuple[str, int], handler: Any, state: State) -> None:
         super().__init__(address, handler)
         self.state = state
 
@@ -184,13 +195,17 @@ class _Server(ThreadingHTTPServer):
             self.state.errors.append(error)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Answers requests by `routes`: method, path, and the handler's method that takes the parts of the path."""
+
+    routes: Any = ()
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
-    def __init__(self, state: _State, *arguments: Any) -> None:
+    def __init__(self, state: State, *arguments: Any) -> None:
         self.state = state
-        self.fault: _Fault | None = None
+        self.fault: Fault | None = None
+        self.body = b""
         super().__init__(*arguments)
 
     def log_message(self, *arguments: Any) -> None:
@@ -198,19 +213,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
-        self.fault = self.state.note(
-            Request(self.command, path, {name.lower(): value for name, value in self.headers.items()})
-        )
-        if self.fault and self.fault.status:
-            self._send(self.fault.status)
+        self.fault = self.state.take_fault(self.command, path)
+        if self.fault and self.fault.status is None and self.fault.keep is None:
+            self.close_connection = True
             return
-        for method, pattern, answer in _ROUTES:
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        request = Request(self.command, path, {name.lower(): value for name, value in self.headers.items()})
+        with self.state.lock:
+            self.state.requests.append(request)
+        if self.fault and self.fault.status:
+            self._send(self.fault.status, headers=self.fault.headers)
+            return
+        for method, pattern, answer in self.routes:
             if method == self.command and (match := pattern.fullmatch(path)):
                 answer(self, **{key: unquote(value) for key, value in match.groupdict().items()})
                 return
         self._send(404)
 
-    do_HEAD = do_GET
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def revision(self, repo: str, revision: str) -> None:
         if repository := self._find(repo, revision):
@@ -258,8 +278,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(206, file.data[begin:end], headers | {"Content-Range": f"bytes {begin}-{end - 1}/{size}"})
 
-    def _send_json(self, content: Any) -> None:
-        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+    def _send_json(self, content: Any, status: int = 200) -> None:
+        self._send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def _refuse(self, status: int, code: str, headers: dict[str, str]) -> None:
         self._send(status, headers=headers | {"X-Error-Code": code, "X-Error-Message": HTTPStatus(status).phrase})
@@ -277,11 +297,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-_REPO = r"(?P<repo>[^/]+/[^/]+)"
-_REVISION = r"(?P<revision>[^/]+)"
-_ROUTES = (
-    ("GET", re.compile(rf"/api/models/{_REPO}/revision/{_REVISION}"), _Handler.revision),
-    ("GET", re.compile(rf"/api/models/{_REPO}/tree/{_REVISION}"), _Handler.tree),
-    ("HEAD", re.compile(rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)"), _Handler.resolve),
-    ("GET", re.compile(rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)"), _Handler.resolve),
+REPO = r"(?P<repo>[^/]+/[^/]+)"
+REVISION = r"(?P<revision>[^/]+)"
+Handler.routes = (
+    ("GET", re.compile(rf"/api/models/{REPO}/revision/{REVISION}"), Handler.revision),
+    ("GET", re.compile(rf"/api/models/{REPO}/tree/{REVISION}"), Handler.tree),
+    ("HEAD", re.compile(rf"/{REPO}/resolve/{REVISION}/(?P<name>.+)"), Handler.resolve),
+    ("GET", re.compile(rf"/{REPO}/resolve/{REVISION}/(?P<name>.+)"), Handler.resolve),
 )

@@ -18,9 +18,11 @@ LAYERS = {
     "remote": 3,
     "checkpoint": 4,
     "plan": 5,
+    "verification": 6,
+    "card": 6,
     "conversion": 7,
-    "verification": 7,
     "inspection": 7,
+    "publish": 7,
     "eval": 8,
     "console": 9,
     "cli": 10,
@@ -66,21 +68,21 @@ def test_imports_go_down(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "user"),
+    ("library", "users"),
     [
-        ("huggingface_hub", "remote"),
-        ("rich", "console"),
-        ("typer", "cli"),
-        ("transformers", "eval"),
-        ("numba", "kernels"),
-        ("yaml", "recipe"),
+        ("huggingface_hub", {"remote"}),
+        ("rich", {"console"}),
+        ("typer", {"cli"}),
+        ("transformers", {"eval"}),
+        ("numba", {"kernels"}),
+        ("yaml", {"recipe", "card"}),  # recipes, and the metadata of model cards
     ],
 )
-def test_one_user(library: str, user: str) -> None:
-    """Each library is imported in the one module that owns it."""
-    users = {module_of(path) for path in SOURCES if any(name.split(".")[0] == library for name in imports(path))}
+def test_one_user(library: str, users: set[str]) -> None:
+    """Each library is imported in the one module that owns it; YAML is two formats that have nothing in common."""
+    found = {module_of(path) for path in SOURCES if any(name.split(".")[0] == library for name in imports(path))}
 
-    assert users == {user}
+    assert found == users
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)

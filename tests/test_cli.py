@@ -278,6 +278,9 @@ KNOWN_ERRORS: dict[str, tuple[int, str]] = {
     "convert TOY -o TOY/output --overwrite": (1, "overlap"),
     "verify NOWHERE": (1, "NOWHERE: no such folder"),
     "verify INT4 --against NOWHERE": (1, "NOWHERE: no such folder"),
+    "push NOWHERE me/toy --yes": (1, "NOWHERE: no such folder"),
+    "push INT4 toy --yes": (2, "toy is no repository id"),
+    "push INT4 me/toy": (2, "nothing is sent unasked, and there is no terminal to ask on"),
     "eval INT4 --baseline TOY --text NOWHERE": (2, "NOWHERE: cannot be read"),
     "eval INT4 --baseline NOWHERE --text TEXT": (1, "NOWHERE: no such folder"),
 }
@@ -344,6 +347,7 @@ def test_known_error_has_a_hint(
         ("convert source --scale best", "--scale"),
         ("convert source --workers 0", "--workers"),
         ("verify", "checkpoint"),
+        ("push source", "repo"),
         ("eval source --text text", "--baseline"),
         ("eval source --text text --baseline other --window 1", "--window"),
     ],

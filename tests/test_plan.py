@@ -17,6 +17,7 @@ from quantkit.checkpoint.source import Source
 from quantkit.errors import PlanError, QuantkitError, SourceError
 from quantkit.naming import Role, TensorName
 from quantkit.plan import Plan, Step, check_config, make_plan
+from quantkit.publish.preflight import LARGEST_FILE
 from quantkit.recipe import Recipe, Rest, find_alias, load_recipe, parse_recipe
 
 # one dense layer, two sparse ones and the MTP layer; every width is a multiple of 128, kv_a_proj_with_mqa has 144 rows
@@ -144,6 +145,16 @@ def test_glm_5_2_with_a_bf16_rest_has_the_size_worked_out_by_hand(published_plan
 
     assert published_plans[BF16_REST].nbytes == by_hand == 450_904_205_312
     assert published_plans[BF16_REST].num_tensors == 59_585 + EXPERTS * 2
+
+
+def test_no_shard_of_glm_5_2_is_too_large_for_the_hub(published_plans: dict[str, Plan]) -> None:
+    """The Hub takes no file over 50 GB: a whole layer is less, even decoded to twice its bytes."""
+    layers: Counter[str] = Counter()
+    for tensor in published_plans[INT4].source.tensors.values():
+        layers[tensor.shard] += tensor.spec.nbytes
+
+    assert max(layers.values()) * 2 < LARGEST_FILE
+    assert all(job.file_bytes < LARGEST_FILE for plan in published_plans.values() for job in plan.jobs)
 
 
 def test_glm_5_2s_weights_come_out_in_these_formats(published_plans: dict[str, Plan]) -> None:

@@ -1,29 +1,105 @@
 """`quantkit eval`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit.cli.options import Json
+from quantkit.errors import CheckFailed, NotComparable, Undecided, UsageError
+
+if TYPE_CHECKING:
+    from quantkit.report import AccuracyReport
+
+Checkpoint = Annotated[Path | None, typer.Argument(help="The folder of the converted checkpoint.", show_default=False)]
+Baseline = Annotated[Path | None, typer.Option("--baseline", help="What to compare with.", show_default=False)]
+Suite = Annotated[str | None, typer.Option("--suite", help="quick (default), offline or published.")]
+Tasks = Annotated[list[str] | None, typer.Option("--tasks", help="TASK[:METRIC[,FILTER]] of lm-eval; repeatable.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="At most so many items of each task.")]
+MaxDrop = Annotated[float, typer.Option("--max-drop", help="The margin in points: a smaller drop may ship.")]
+Rule = Annotated[str, typer.Option("--rule", help="paired, or point: no drop of any score over the margin.")]
+Text = Annotated[Path | None, typer.Option("--text", help="A UTF-8 text to compare distributions on.")]
+Window = Annotated[int, typer.Option("--window", min=2, help="Tokens in one forward pass over the text.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=2, help="At most so many tokens of the text.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of few-shot examples and sampling.")]
+Template = Annotated[bool, typer.Option("--chat-template", help="Put prompts into the chat template.")]
+Output = Annotated[Path | None, typer.Option("--output", help="A folder for report.json and report.md.")]
+HistoryFile = Annotated[Path | None, typer.Option("--history", help="The SQLite file of earlier results.")]
+NoHistory = Annotated[bool, typer.Option("--no-history", help="Neither use nor keep results.")]
+Prepare = Annotated[str | None, typer.Option("--prepare", help="Lay a suite's data ready and leave: offline.")]
+Backend = Annotated[str, typer.Option("--backend", help="What runs the models: hf (transformers, float32).")]
 
 
 def evaluate(
-    candidate: Annotated[Path, typer.Argument(help="The folder of a converted checkpoint.", show_default=False)],
-    baseline: Annotated[Path, typer.Option("--baseline", help="The folder of what to compare it with.")],
-    text: Annotated[Path, typer.Option("--text", help="A UTF-8 text file that neither model was made from.")],
-    window: Annotated[int, typer.Option("--window", min=2, help="Tokens in one forward pass.")] = 256,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Use at most so many tokens.")] = 16384,
+    candidate: Checkpoint = None,
+    baseline: Baseline = None,
+    suite: Suite = None,
+    tasks: Tasks = None,
+    limit: Limit = None,
+    max_drop: MaxDrop = 0.8,
+    rule: Rule = "paired",
+    text: Text = None,
+    window: Window = 256,
+    max_tokens: MaxTokens = None,
+    seed: Seed = 0,
+    chat_template: Template = False,
+    backend: Backend = "hf",
+    output: Output = None,
+    history: HistoryFile = None,
+    no_history: NoHistory = False,
+    prepare: Prepare = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints' next-token distributions on a text, in transformers: bits per byte, KL, top-1.
+    """Say whether a conversion may ship: pass, fail or cannot decide, with the evidence.
 
-    Example:
+    Leaves with exit code 0 for pass, 3 for fail, 4 for cannot decide, 1 for runs that cannot be compared.
 
-    quantkit eval ./GLM-5.2-INT4 --baseline ./GLM-5.2-BF16 --text heldout.txt
+    Examples:
+
+    quantkit eval ./GLM-5.2-INT4 --baseline ./GLM-5.2-BF16
+
+    quantkit eval ./INT4 --baseline ./BF16 --tasks arc_easy:acc_norm --limit 300
+
+    quantkit eval --prepare offline
     """
+    if prepare is not None:
+        return _prepare(prepare, as_json)
+    if candidate is None or baseline is None:
+        raise UsageError("a candidate and a baseline are needed", hint="quantkit eval CANDIDATE --baseline BASE.")
+    if backend != "hf":
+        raise UsageError(f"there is no backend {backend!r}", hint="Choose hf.")
     from quantkit import console
-    from quantkit.eval.distribution import compare_distributions
+    from quantkit.eval import data_folder, gate
+    from quantkit.eval import history as known
+    from quantkit.eval.task_specs import TaskSpec
 
-    report = compare_distributions(candidate, baseline, text, window=window, max_tokens=max_tokens)
+    data = data_folder.data_folder()
+    options = gate.Options(
+        suite or (None if tasks or text else "quick"),
+        tuple(TaskSpec.parse(task) for task in tasks or ()),
+        *(text, window, max_tokens, limit, seed, chat_template, rule, max_drop / 100),
+    )
+    kept = None if no_history else history or data / known.FILE
+    report = gate.evaluate(candidate, baseline, options, history=kept, data_folder=data, tell=console.tell)
+    if output is not None:
+        gate.write_report(report, output)
     console.show(report, as_json=as_json)
+    return _leave(report)
+
+
+def _prepare(suite: str, as_json: bool) -> None:
+    if suite != "offline":
+        raise UsageError(f"--prepare {suite}: only the suite offline has data to lay ready")
+    from quantkit import console
+    from quantkit.eval.data_folder import data_folder
+    from quantkit.eval.offline import prepare_offline
+
+    console.show(prepare_offline(data_folder()), as_json=as_json)
+
+
+def _leave(report: "AccuracyReport") -> None:
+    from quantkit.report import Verdict
+
+    errors = {Verdict.FAIL: CheckFailed, Verdict.CANNOT_DECIDE: Undecided, Verdict.INVALID: NotComparable}
+    if report.verdict in errors:
+        raise errors[report.verdict](f"{report.candidate}: {report.verdict}")

@@ -6,12 +6,13 @@ All files of the source's folder are copied but weights in any format, what desc
 from collections.abc import Iterator
 from pathlib import Path
 
+from quantkit.checkpoint.digest import GATE_FILE
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.writer import MANIFEST_FILE
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"})
 _ABOUT_OLD_WEIGHTS = frozenset(
-    {CONFIG_FILE, MANIFEST_FILE, "hf_quant_config.json", "quantize_config.json", "README.md"}
+    {CONFIG_FILE, MANIFEST_FILE, GATE_FILE, "hf_quant_config.json", "quantize_config.json", "README.md"}
 )
 
 

@@ -16,9 +16,16 @@ from quantkit.checkpoint.weights import Weight, read_weights
 from quantkit.errors import SourceError
 from quantkit.recipe import Mtp, ScaleMethod
 from quantkit.report import TensorError, Verification
-from quantkit.verification.fidelity import Compared, compare_weights, pool_by_role
+from quantkit.verification.fidelity import Compared, Made, compare_weights, pool_by_role
 from quantkit.verification.findings import Findings
-from quantkit.verification.soundness import check_config, check_index, check_manifest, check_values, read_recipe
+from quantkit.verification.soundness import (
+    check_config,
+    check_index,
+    check_manifest,
+    check_values,
+    int4_from_fp8,
+    read_recipe,
+)
 
 _WORST = 10
 
@@ -53,8 +60,8 @@ def verify(
             check_config(opened, weights, findings)
             check_values(opened, weights, signed, pool, findings, report)
             if source:
-                without_mtp = recipe.get("mtp") == Mtp.DROP
-                compared = compare_weights(opened, weights, source, without_mtp, pool, findings, report)
+                made = Made(recipe.get("mtp") == Mtp.DROP, int4_from_fp8(folder))
+                compared = compare_weights(opened, weights, source, made, pool, findings, report)
     errors = [error for error in (entry.error() for entry in compared) if error]
     return Verification(
         checkpoint=str(checkpoint),

@@ -38,24 +38,32 @@ class Compared:
         return TensorError(name.module, name.role, self.mtp, self.weight.label, relative, sqnr)
 
 
+@dataclass(frozen=True)
+class Made:
+    """How a checkpoint was made: without the MTP layers, or with INT4 weights from FP8 ones."""
+
+    without_mtp: bool
+    int4_from_fp8: bool
+
+
 def compare_weights(
     checkpoint: Source,
     weights: Iterable[Weight],
     source: Source,
-    without_mtp: bool,
+    made: Made,
     pool: Executor,
     findings: Findings,
     progress: Callable[[int], None],
 ) -> tuple[Compared, ...]:
     """Compare every one of the checkpoint's `weights` with the source's; the shards are read in their order.
 
-    without_mtp  whether the recipe left the MTP layers out
+    An FP8 source may also be its decoded copy in BF16, whose numbers are rounded.
     """
     ours = {_key(weight): weight for weight in weights}
     found = read_weights(source)
-    wanted = [w for w in found if not (without_mtp and w.name.is_mtp(source.num_hidden_layers))]
+    wanted = [w for w in found if not (made.without_mtp and w.name.is_mtp(source.num_hidden_layers))]
     theirs = {_key(weight): weight for weight in wanted}
-    dropped = f", {len(found) - len(wanted):,} of the MTP layers left out on request" if without_mtp else ""
+    dropped = f", {len(found) - len(wanted):,} of the MTP layers left out on request" if made.without_mtp else ""
     findings.done("accounted for", f"{len(theirs):,} weights of the source{dropped}")
     for name in theirs.keys() - ours.keys():
         findings.problem("accounted for", f"{name} of the source is not in the checkpoint")
@@ -63,7 +71,7 @@ def compare_weights(
         findings.problem("accounted for", f"{name} is not in the source")
     pairs = [(ours[name], theirs[name]) for name in sorted(theirs.keys() & ours.keys())]
     pairs.sort(key=lambda pair: (pair[1].data.shard, pair[1].data.offset))
-    work = partial(_compare, Reader(checkpoint), Reader(source), findings, checkpoint.num_hidden_layers)
+    work = partial(_compare, Reader(checkpoint), Reader(source), findings, made, checkpoint.num_hidden_layers)
     compared = []
     for (_, theirs_weight), result in zip(pairs, pool.map(lambda pair: work(*pair), pairs), strict=True):
         progress(theirs_weight.nbytes)
@@ -103,12 +111,14 @@ def _key(weight: Weight) -> str:
 
 
 def _compare(
-    reader: Reader, source_reader: Reader, findings: Findings, num_layers: int, ours: Weight, theirs: Weight
+    reader: Reader, source_reader: Reader, findings: Findings, made: Made, num_layers: int, ours: Weight, theirs: Weight
 ) -> Compared:
+    slack = _BF16_UNIT if made.int4_from_fp8 and theirs.data.spec.dtype == "BF16" else 0.0
     changes: dict[tuple[Encoding, Encoding], _Comparison] = {
         (Encoding.FP8_BLOCK, Encoding.INT4): _compare_int4,
         (Encoding.FP8_BLOCK, Encoding.PLAIN): _compare_bf16,
-        (Encoding.PLAIN, Encoding.INT4): _compare_int4,
+        (Encoding.PLAIN, Encoding.FP8_BLOCK): _compare_decoded_source,
+        (Encoding.PLAIN, Encoding.INT4): partial(_compare_int4, slack=slack),
     }
     compare = changes.get((theirs.encoding, ours.encoding))
     sums = 0.0, 0.0
@@ -128,7 +138,7 @@ _Comparison = Callable[[Reader, Reader, Findings, Weight, Weight], tuple[float, 
 
 
 def _compare_int4(
-    reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight
+    reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight, slack: float = 0.0
 ) -> tuple[float, float]:
     not_nearest, squared_error, squared_weight = 0, 0.0, 0.0
     for begin, end in row_ranges(theirs):
@@ -137,7 +147,7 @@ def _compare_int4(
             fp8 = source_reader.fp8_rows(theirs, begin, end)
             error = ops.int4_error(*fp8, theirs.block, packed, out_scale)
         else:
-            error = ops.float_int4_error(source_reader.float_rows(theirs, begin, end), packed, out_scale)
+            error = ops.float_int4_error(source_reader.float_rows(theirs, begin, end), packed, out_scale, slack)
         squared_error += error.squared_error
         squared_weight += error.squared_weight
         not_nearest += error.not_nearest
@@ -162,6 +172,13 @@ def _compare_bf16(
         squared_error += float(np.square(difference).sum())
         squared_weight += float(np.square(exact).sum())
     return squared_error, squared_weight
+
+
+def _compare_decoded_source(
+    reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight
+) -> tuple[float, float]:
+    """A weight that is still FP8 must be what the source was decoded from; its error is the source's rounding."""
+    return _compare_bf16(source_reader, reader, findings, theirs, ours)
 
 
 def _compare_copy(reader: Reader, source_reader: Reader, findings: Findings, ours: Weight, theirs: Weight) -> None:

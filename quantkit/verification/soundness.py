@@ -22,6 +22,7 @@ from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.naming import TensorName
+from quantkit.report import Manifest
 from quantkit.verification.findings import Findings
 
 # dtype -> the integer to view it as, and the bits that are all set in a NaN or an infinity
@@ -39,6 +40,15 @@ def read_recipe(folder: Path) -> dict[str, Any]:
         return dict(recipe, rules=[dict(rule) for rule in recipe["rules"]])
     except (OSError, ValueError, KeyError, TypeError):
         return {}  # what is wrong with the manifest is `check_manifest`'s to say
+
+
+def int4_from_fp8(folder: Path) -> bool:
+    """Whether the manifest says that INT4 weights were made from FP8 ones."""
+    try:
+        groups = Manifest.from_json((folder / MANIFEST_FILE).read_text(encoding="utf-8")).groups
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return any(group.format.startswith("int4") and group.source_format.startswith("fp8") for group in groups)
 
 
 def check_manifest(folder: Path, pool: Executor, findings: Findings) -> None:

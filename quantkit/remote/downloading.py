@@ -1,18 +1,18 @@
-"""The Hugging Face Hub, and the only user of huggingface_hub; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` work as there."""
+"""Fetching from the Hub into its cache."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from quantkit.errors import RemoteError
+from quantkit.remote.client import first_line, quiet_unless_terminal
 
 
 def download(repo: str, revision: str | None = None) -> Path:
     """Fetch a repository into the Hub cache and return its snapshot folder, whose name is the commit."""
     from huggingface_hub import snapshot_download
 
-    with _explained(repo, revision), _quiet_unless_terminal():
+    with _explained(repo, revision), quiet_unless_terminal():
         return Path(snapshot_download(repo, revision=revision))
 
 
@@ -20,22 +20,8 @@ def download_file(repo: str, file: str, revision: str | None = None) -> Path:
     """Fetch one file of a repository into the Hub cache; its folder's name is the commit."""
     from huggingface_hub import hf_hub_download
 
-    with _explained(repo, revision, file), _quiet_unless_terminal():
+    with _explained(repo, revision, file), quiet_unless_terminal():
         return Path(hf_hub_download(repo, file, revision=revision))
-
-
-@contextmanager
-def _quiet_unless_terminal() -> Iterator[None]:
-    from huggingface_hub import utils
-
-    switch = not sys.stderr.isatty() and not utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
-    if switch:
-        utils.disable_progress_bars()  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        if switch:
-            utils.enable_progress_bars()  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -55,15 +41,11 @@ def _explained(repo: str, revision: str | None, file: str | None = None) -> Iter
         hint = "Give a branch, a tag or a commit of the repository."
         raise RemoteError(f"{repo} has no revision {revision}", hint=hint) from error
     except hub.HFValidationError as error:
-        raise RemoteError(f"{repo!r} is neither a folder nor a Hub repository id", hint=_first_line(error)) from error
+        raise RemoteError(f"{repo!r} is neither a folder nor a Hub repository id", hint=first_line(error)) from error
     except hub.RemoteEntryNotFoundError as error:
         raise RemoteError(f"{what} has no {file or 'such file'}", hint="Is it a model repository?") from error
     except (hub.LocalEntryNotFoundError, hub.HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
         raise RemoteError(
-            f"{what} could not be fetched: {_first_line(error.__cause__ or error)}",
+            f"{what} could not be fetched: {first_line(error.__cause__ or error)}",
             hint="Check the connection and HF_ENDPOINT, and run again: complete files are not fetched twice.",
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

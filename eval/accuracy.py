@@ -1,0 +1,184 @@
+"""Runs tasks of lm-eval on a checkpoint, item by item. The only user of lm_eval.
+
+Models run in transformers, loaded as `loading` says. What the harness only logs is recorded with each item: prompts cut
+from the left, answers cut at the token cap, empty answers.
+"""
+
+import hashlib
+import json
+import logging
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
+from importlib import metadata
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.errors import DependencyError, UsageError
+from quantkit.eval.loading import Loaded
+from quantkit.eval.observed import Faults, observe
+from quantkit.eval.runs import Item, TaskRun
+from quantkit.eval.task_specs import TaskSpec
+
+_ELSEWHERE = {"dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset"}  # where the data lie: they are hashed
+_DEFAULTS = "generation_config.json"  # transformers applies a checkpoint's own sampling settings
+
+
+@dataclass(frozen=True)
+class HarnessTask:
+    """A task of the harness, loaded, its items limited; `settings` are those that no checkpoint has a part in."""
+
+    spec: TaskSpec
+    name: str
+    task: Any
+    items: int
+    settings: dict[str, Any]
+
+
+def load_tasks(
+    specs: Sequence[TaskSpec], *, limit: int | None = None, seed: int = 0, chat_template: bool = False
+) -> list[HarnessTask]:
+    """Load the tasks that `specs` name, groups as the tasks in them, with their data.
+
+    limit          at most so many items of each task
+    seed           of few-shot examples
+    chat_template  whether prompts are put into the checkpoint's chat template
+
+    Raises UsageError for a task that the harness does not know, or whose data cannot be had.
+    """
+    manager = _harness("tasks").TaskManager()
+    loaded = []
+    for spec in specs:
+        with _quiet():
+            tasks = _load_one(manager, spec)
+        for name, task in tasks.items():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=seed)
+            limits = [number for number in (limit, spec.limit, len(task.eval_docs)) if number is not None]
+            settings = _settings(task, min(limits), seed) | {"chat_template": chat_template}
+            loaded.append(HarnessTask(spec, name, task, min(limits), settings))
+    return loaded
+
+
+def run_settings(task: HarnessTask, folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """All that a run of `task` by the checkpoint in `folder` depends on but its weights."""
+    template = (tokenizer.chat_template or "") if task.settings["chat_template"] else None
+    defaults = json.loads((folder / _DEFAULTS).read_text(encoding="utf-8")) if (folder / _DEFAULTS).exists() else {}
+    ignored = ("_from_model_config", "transformers_version")
+    return task.settings | {
+        "chat_template": None if template is None else _sha256(template),
+        "generation_defaults": {key: value for key, value in defaults.items() if key not in ignored},
+    }
+
+
+def run_tasks(
+    tasks: Sequence[HarnessTask], loaded: Loaded, settings: Sequence[dict[str, Any]], *, seed: int, batch_size: int = 8
+) -> list[TaskRun]:
+    """Run the tasks in one pass on a model in memory; `settings` are those of `run_settings`."""
+    start = time.monotonic()
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
+    with _quiet():
+        model, faults = observe(loaded, batch_size)
+        results = _harness("evaluator").evaluate(
+            model,
+            {"tasks": {task.name: task.task for task in tasks}, "groups": {}, "group_map": {}},
+            samples={task.name: list(range(task.items)) for task in tasks},
+            bootstrap_iters=0,
+            apply_chat_template=any(one["chat_template"] is not None for one in settings),
+            fewshot_as_multiturn=any(one["chat_template"] is not None for one in settings),
+        )
+    seconds = (time.monotonic() - start) / len(tasks)
+    return [
+        _collect(task, one, results["samples"][task.name], faults, seconds)
+        for task, one in zip(tasks, settings, strict=True)
+    ]
+
+
+def _load_one(manager: Any, spec: TaskSpec) -> dict[str, Any]:
+    known = spec.name in manager.task_index
+    if not known and not spec.overrides:
+        raise UsageError(f"lm-eval knows no task {spec.name}", hint="`lm-eval ls tasks` lists them.")
+    wanted: Any = spec.name
+    if spec.overrides:  # a bare dict would not be merged with the harness's own definition
+        wanted = {"group": f"{spec.name} with changes", "task": [{"task": spec.name, **spec.overrides}]}
+    try:
+        if not known:
+            return {spec.name: _harness("api").task.ConfigurableTask(config={"task": spec.name, **spec.overrides})}
+        return dict(manager.load([wanted])["tasks"])
+    except (KeyError, ValueError, OSError, ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"the task {spec.name} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            hint="Its data come from the Hub; without a connection use --suite offline or quick.",
+        ) from error
+
+
+def _settings(task: Any, items: int, seed: int) -> dict[str, Any]:
+    config = {key: value for key, value in task.dump_config().items() if key not in _ELSEWHERE}
+    examples = list(task.fewshot_docs()) if config["num_fewshot"] else []
+    documents = [task.eval_docs[number] for number in range(items)]
+    return {
+        "backend": "hf",
+        "dtype": "float32",
+        **{package: metadata.version(package) for package in ("lm_eval", "transformers", "torch")},
+        "definition": _sha256([config, documents, examples]),
+        "version": str(task.VERSION),
+        "num_fewshot": config["num_fewshot"],
+        "items": items,
+        "seed": seed,
+        "generation": config.get("generation_kwargs") if config["output_type"] == "generate_until" else None,
+    }
+
+
+def _collect(
+    task: HarnessTask, settings: dict[str, Any], samples: list[Any], faults: Faults, seconds: float
+) -> TaskRun:
+    """The harness lists each item once for each filter."""
+    items: dict[int, Item] = {}
+    higher: dict[str, bool] = {}
+    for sample in samples:
+        asked = [(one[0], one[1]) if isinstance(one[1], str) else one[0] for one in sample["arguments"]]
+        found = {fault for request in asked for fault in faults.get(request, ())}
+        item = Item(sample["doc_hash"], sample["prompt_hash"], {}, tuple(sorted(found)))
+        item = items.setdefault(sample["doc_id"], item)
+        for metric in sample["metrics"]:
+            if isinstance(sample[metric], int | float | np.integer | np.floating | np.bool_):
+                item.scores[f"{metric},{sample['filter']}"] = float(sample[metric])
+                higher[f"{metric},{sample['filter']}"] = bool(task.task.higher_is_better().get(metric, True))
+    return TaskRun(task.name, settings, higher, tuple(items[number] for number in sorted(items)), seconds)
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _harness(module: str) -> Any:
+    try:
+        import lm_eval.evaluator
+        import lm_eval.tasks
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            f"{error.name} is not installed", hint="Install what evaluation needs: pip install 'quantkit[eval]'."
+        ) from error
+    return getattr(lm_eval, module)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the harness's remarks, and without its progress bars unless someone sees them."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

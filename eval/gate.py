@@ -1,0 +1,272 @@
+"""The accuracy gate: may this candidate take its baseline's place?
+
+1. Weights        `verify` against the baseline, where both are folders with weights (suite quick)
+2. Distributions  next-token distributions on a text; which tokens each model ranks first is a task like the others
+3. Tasks          through lm-eval; runs that are known already come from the history
+4. Comparability  whatever differs between the two runs but the weights makes the result invalid
+5. Verdict        `compare`
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from quantkit.card import gate_table
+from quantkit.checkpoint.digest import checkpoint_digest
+from quantkit.errors import OutputError, UsageError
+from quantkit.eval import accuracy, runs
+from quantkit.eval.compare import Counts, count, decide
+from quantkit.eval.distribution import compare_loaded
+from quantkit.eval.history import History
+from quantkit.eval.loading import Loaded, check_measurable, load, load_tokenizer, quantizes_activations
+from quantkit.eval.task_specs import PUBLISHED, TaskSpec
+from quantkit.eval.text_tasks import continuation_task
+from quantkit.report import AccuracyReport, DistributionReport, Verdict
+from quantkit.verification import verify
+
+SUITES = ("published", "offline", "quick")
+REPORT_FILES = ("report.json", "report.md")
+NEXT_TOKEN = "next token"  # the distributions' task
+_QUICK_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run and how to judge it.
+
+    suite          published, offline or quick; None with `tasks` or `text` alone
+    tasks          further tasks
+    text           to compare distributions on; None is quantkit's own sample for the suite quick, and none otherwise
+    window         tokens in one forward pass over the text
+    max_tokens     at most so many tokens of the text; None is 4,096 for the suite quick and 16,384 otherwise
+    limit          at most so many items of each task
+    seed           of few-shot examples and sampling
+    chat_template  put prompts into the chat template
+    rule, max_drop as `compare.decide`
+    """
+
+    suite: str | None = None
+    tasks: tuple[TaskSpec, ...] = ()
+    text: Path | None = None
+    window: int = 256
+    max_tokens: int | None = None
+    limit: int | None = None
+    seed: int = 0
+    chat_template: bool = False
+    rule: str = "paired"
+    max_drop: float = 0.008
+
+    def __post_init__(self) -> None:
+        if self.suite not in (None, *SUITES):
+            raise UsageError(f"there is no suite {self.suite!r}", hint=f"Choose one of: {', '.join(SUITES)}.")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"limit is {self.limit}; it must be at least 1")
+
+
+def evaluate(
+    candidate: Path,
+    baseline: Path,
+    options: Options,
+    *,
+    history: Path | None = None,
+    data_folder: Path | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> AccuracyReport:
+    """Compare the checkpoints in two folders and say whether the candidate may ship.
+
+    history      SQLite file of earlier results; None keeps none
+    data_folder  where the offline suite's data lie
+    tell         is told what is being done
+
+    Raises a QuantkitError for what cannot be run; a run that cannot be compared is a verdict, `invalid`.
+    """
+    arms = _Arms(baseline, candidate, History(history), tell)
+    text = _text(options)
+    specs = [*_suite(options, text, data_folder), *options.tasks]
+    quantized = [str(folder) for folder in (candidate, baseline) if quantizes_activations(check_measurable(folder))]
+    broken = arms.verify_weights() if options.suite == "quick" else ()
+    distribution = None
+    if text is not None:
+        distribution = arms.compare_distributions(text, str(options.text or "sample"), options)
+    answers = arms.run(specs, options) if specs else []
+    notes = [f"{folder} is measured with unquantized activations (input_activations null)" for folder in quantized]
+    return _judge(arms, options, distribution, answers, broken, notes)
+
+
+def write_report(report: AccuracyReport, folder: Path) -> None:
+    """Write `report` into `folder` as JSON, as `push --gate` takes it, and as Markdown."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in zip(REPORT_FILES, (report.to_json(), gate_table(report)), strict=True):
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{folder}: the report cannot be written: {error.strerror}") from error
+
+
+def _text(options: Options) -> str | None:
+    if options.text is not None:
+        try:
+            return options.text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{options.text}: cannot be read as UTF-8 text: {error}") from error
+    if options.suite == "quick":
+        return (resources.files("quantkit.eval") / "texts" / "django-docs.txt").read_text(encoding="utf-8")
+    return None
+
+
+def _suite(options: Options, text: str | None, data_folder: Path | None) -> Sequence[TaskSpec]:
+    if options.suite == "published":
+        return PUBLISHED
+    if options.suite == "offline":
+        from quantkit.eval.offline import offline_tasks
+
+        assert data_folder is not None
+        return offline_tasks(data_folder)
+    if options.suite == "quick":
+        assert text is not None
+        return [continuation_task(text, min(options.limit or 100, 100))]
+    return ()
+
+
+@dataclass
+class _Answers:
+    """Both runs of one task, and what they are judged by."""
+
+    spec: TaskSpec
+    baseline: runs.TaskRun
+    candidate: runs.TaskRun
+
+
+@dataclass
+class _Arms:
+    """The two checkpoints; each is loaded once, when first needed."""
+
+    baseline: Path
+    candidate: Path
+    history: History
+    tell: Callable[[str], None]
+    seconds: dict[str, float] = field(default_factory=dict)
+    _loaded: dict[Path, Loaded] = field(default_factory=dict)
+    _digests: dict[Path, str] = field(default_factory=dict)
+
+    def digest(self, folder: Path) -> str:
+        if folder not in self._digests:
+            with self._timed(f"hash {folder.name}"):
+                self._digests[folder] = checkpoint_digest(folder)
+        return self._digests[folder]
+
+    def load(self, folder: Path) -> Loaded:
+        if folder not in self._loaded:
+            with self._timed(f"load {folder.name}"):
+                self._loaded[folder] = load(folder)
+        return self._loaded[folder]
+
+    def verify_weights(self) -> tuple[str, ...]:
+        with self._timed("verify"):
+            result = verify(self.candidate, self.baseline)
+        return tuple(
+            f"verify: {check.name}: {check.problems:,} problems, {'; '.join(check.examples)}"
+            for check in result.checks
+            if check.problems
+        )
+
+    def compare_distributions(self, text: str, name: str, options: Options) -> DistributionReport:
+        tokens = options.max_tokens or (_QUICK_TOKENS if options.suite == "quick" else 16384)
+        candidate, baseline = self.load(self.candidate), self.load(self.baseline)
+        with self._timed("distributions"):
+            return compare_loaded(
+                candidate,
+                baseline,
+                text,
+                names=(str(self.candidate), str(self.baseline), name),
+                window=options.window,
+                max_tokens=tokens,
+            )
+
+    def run(self, specs: Sequence[TaskSpec], options: Options) -> list[_Answers]:
+        """Each task by both, from the history where it is there."""
+        with self._timed("load tasks"):
+            tasks = accuracy.load_tasks(
+                specs, limit=options.limit, seed=options.seed, chat_template=options.chat_template
+            )
+        baseline, candidate = (self._run(folder, tasks, options.seed) for folder in (self.baseline, self.candidate))
+        return [_Answers(task.spec, *both) for task, *both in zip(tasks, baseline, candidate, strict=True)]
+
+    def _run(self, folder: Path, tasks: Sequence[accuracy.HarnessTask], seed: int) -> list[runs.TaskRun]:
+        digest, tokenizer = self.digest(folder), load_tokenizer(folder)
+        settings = {task.name: accuracy.run_settings(task, folder, tokenizer) for task in tasks}
+        found = {task.name: self.history.find(digest, task.name, settings[task.name]) for task in tasks}
+        missing = [task for task in tasks if found[task.name] is None]
+        if missing:
+            loaded = self.load(folder)
+            with self._timed(f"run {folder.name}"):
+                made = accuracy.run_tasks(missing, loaded, [settings[task.name] for task in missing], seed=seed)
+            for run in made:
+                self.history.keep(digest, run)
+                found[run.task] = run
+        return [run for run in found.values() if run is not None]
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        self.tell(what)
+        start = time.monotonic()
+        yield
+        self.seconds[what] = round(self.seconds.get(what, 0.0) + time.monotonic() - start, 2)
+
+
+def _judge(
+    arms: _Arms,
+    options: Options,
+    distribution: DistributionReport | None,
+    answers: Sequence[_Answers],
+    broken: tuple[str, ...],
+    notes: Sequence[str],
+) -> AccuracyReport:
+    counts: list[Counts] = []
+    if distribution is not None:
+        right = distribution.baseline_correct, distribution.lost, distribution.gained
+        counts.append(Counts(NEXT_TOKEN, "top-1", "none", distribution.scored_tokens, *right))
+    invalid, warnings = _check(answers)
+    outcome = None
+    if not invalid:
+        for answer in answers:
+            judged_by = answer.baseline.judged_by(answer.spec)
+            counts.append(count(runs.pair(answer.baseline, answer.candidate, judged_by)))
+        outcome = decide(counts, rule=options.rule, max_drop=options.max_drop)
+    verdict = Verdict.INVALID if outcome is None else Verdict.FAIL if broken else outcome.verdict
+    return AccuracyReport(
+        candidate=str(arms.candidate),
+        baseline=str(arms.baseline),
+        candidate_digest=arms.digest(arms.candidate),
+        baseline_digest=arms.digest(arms.baseline),
+        suite=options.suite or "tasks",
+        rule=options.rule,
+        max_drop=options.max_drop,
+        verdict=verdict,
+        reasons=(*broken, *(outcome.reasons if outcome else invalid)),
+        tasks=outcome.tasks if outcome else (),
+        pooled=outcome.pooled if outcome else None,
+        needed_items=outcome.needed_items if outcome else None,
+        distribution=distribution,
+        settings=runs.summarize_settings([answer.baseline for answer in answers]),
+        seconds=arms.seconds,
+        warnings=(*notes, *warnings),
+    )
+
+
+def _check(answers: Sequence[_Answers]) -> tuple[list[str], list[str]]:
+    """What makes the runs invalid, and what is worth a warning."""
+    invalid: list[str] = []
+    warnings: list[str] = []
+    for answer in answers:
+        invalid += runs.find_incomparable(answer.baseline, answer.candidate)
+        judged_by = answer.baseline.judged_by(answer.spec)
+        for arm, run in (("baseline", answer.baseline), ("candidate", answer.candidate)):
+            found, tolerated = runs.find_faults(run, arm)
+            invalid += found
+            gap = runs.find_format_gap(run, judged_by)
+            warnings += tolerated + ([f"{arm}: {gap}"] if gap else [])
+    return invalid, warnings
