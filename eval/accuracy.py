@@ -5,14 +5,17 @@ from the left, answers cut at the token cap, empty answers.
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
@@ -29,6 +32,7 @@ from quantkit.eval.task_specs import TaskSpec
 
 _ELSEWHERE = {"dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset"}  # where the data lie: they are hashed
 _DEFAULTS = "generation_config.json"  # transformers applies a checkpoint's own sampling settings
+NO_TEMPLATE = "none"  # the setting of a checkpoint without a chat template where one is asked for
 
 
 @dataclass(frozen=True)
@@ -47,34 +51,37 @@ def load_tasks(
 ) -> list[HarnessTask]:
     """Load the tasks that `specs` name, groups as the tasks in them, with their data.
 
-    limit          at most so many items of each task
+    limit          at most so many items of each task, instead of the spec's own limit
     seed           of few-shot examples
     chat_template  whether prompts are put into the checkpoint's chat template
 
-    Raises UsageError for a task that the harness does not know, or whose data cannot be had.
+    Raises UsageError for a task that the harness does not know, that comes twice, or whose data cannot be had.
     """
-    manager = _harness("tasks").TaskManager()
-    loaded = []
+    loaded: list[HarnessTask] = []
     for spec in specs:
         with _quiet():
-            tasks = _load_one(manager, spec)
+            tasks = _load_one(spec)
         for name, task in tasks.items():
+            if name in (other.name for other in loaded):
+                raise UsageError(f"the task {name} comes twice", hint="Name each task once, by itself or in a group.")
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=seed)
-            limits = [number for number in (limit, spec.limit, len(task.eval_docs)) if number is not None]
-            settings = _settings(task, min(limits), seed) | {"chat_template": chat_template}
-            loaded.append(HarnessTask(spec, name, task, min(limits), settings))
+            documents = task.eval_docs
+            items = min(limit or spec.limit or len(documents), len(documents))
+            settings = _settings(task, [documents[number] for number in range(items)], seed)
+            loaded.append(HarnessTask(spec, name, task, items, settings | {"chat_template": chat_template}))
     return loaded
 
 
 def run_settings(task: HarnessTask, folder: Path, tokenizer: Any) -> dict[str, Any]:
     """All that a run of `task` by the checkpoint in `folder` depends on but its weights."""
-    template = (tokenizer.chat_template or "") if task.settings["chat_template"] else None
+    template = None
+    if task.settings["chat_template"]:
+        template = _sha256(tokenizer.chat_template) if tokenizer.chat_template else NO_TEMPLATE
     defaults = json.loads((folder / _DEFAULTS).read_text(encoding="utf-8")) if (folder / _DEFAULTS).exists() else {}
     ignored = ("_from_model_config", "transformers_version")
     return task.settings | {
-        "chat_template": None if template is None else _sha256(template),
+        "chat_template": template,
         "generation_defaults": {key: value for key, value in defaults.items() if key not in ignored},
     }
 
@@ -86,6 +93,9 @@ def run_tasks(
     start = time.monotonic()
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
+    for task in tasks:
+        task.task.set_fewshot_seed(seed=seed)  # anew: drawing examples moves it on, and both arms have the same task
+    templated = any(one["chat_template"] not in (None, NO_TEMPLATE) for one in settings)
     with _quiet():
         model, faults = observe(loaded, batch_size)
         results = _harness("evaluator").evaluate(
@@ -93,8 +103,8 @@ def run_tasks(
             {"tasks": {task.name: task.task for task in tasks}, "groups": {}, "group_map": {}},
             samples={task.name: list(range(task.items)) for task in tasks},
             bootstrap_iters=0,
-            apply_chat_template=any(one["chat_template"] is not None for one in settings),
-            fewshot_as_multiturn=any(one["chat_template"] is not None for one in settings),
+            apply_chat_template=templated,
+            fewshot_as_multiturn=templated,
         )
     seconds = (time.monotonic() - start) / len(tasks)
     return [
@@ -103,17 +113,23 @@ def run_tasks(
     ]
 
 
-def _load_one(manager: Any, spec: TaskSpec) -> dict[str, Any]:
-    known = spec.name in manager.task_index
-    if not known and not spec.overrides:
+@cache
+def _task_manager() -> Any:
+    """The harness's index of all its tasks; reading it takes ten seconds."""
+    return _harness("tasks").TaskManager()
+
+
+def _load_one(spec: TaskSpec) -> dict[str, Any]:
+    whole = "output_type" in spec.overrides  # a definition of its own
+    if not whole and spec.name not in _task_manager().task_index:
         raise UsageError(f"lm-eval knows no task {spec.name}", hint="`lm-eval ls tasks` lists them.")
     wanted: Any = spec.name
     if spec.overrides:  # a bare dict would not be merged with the harness's own definition
         wanted = {"group": f"{spec.name} with changes", "task": [{"task": spec.name, **spec.overrides}]}
     try:
-        if not known:
+        if whole:
             return {spec.name: _harness("api").task.ConfigurableTask(config={"task": spec.name, **spec.overrides})}
-        return dict(manager.load([wanted])["tasks"])
+        return dict(_task_manager().load([wanted])["tasks"])
     except (KeyError, ValueError, OSError, ImportError, RuntimeError) as error:
         raise UsageError(
             f"the task {spec.name} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
@@ -121,18 +137,17 @@ def _load_one(manager: Any, spec: TaskSpec) -> dict[str, Any]:
         ) from error
 
 
-def _settings(task: Any, items: int, seed: int) -> dict[str, Any]:
+def _settings(task: Any, documents: list[Any], seed: int) -> dict[str, Any]:
     config = {key: value for key, value in task.dump_config().items() if key not in _ELSEWHERE}
     examples = list(task.fewshot_docs()) if config["num_fewshot"] else []
-    documents = [task.eval_docs[number] for number in range(items)]
     return {
         "backend": "hf",
         "dtype": "float32",
         **{package: metadata.version(package) for package in ("lm_eval", "transformers", "torch")},
-        "definition": _sha256([config, documents, examples]),
+        "definition": _sha256([_describe(config), documents, examples]),
         "version": str(task.VERSION),
         "num_fewshot": config["num_fewshot"],
-        "items": items,
+        "items": len(documents),
         "seed": seed,
         "generation": config.get("generation_kwargs") if config["output_type"] == "generate_until" else None,
     }
@@ -145,15 +160,27 @@ def _collect(
     items: dict[int, Item] = {}
     higher: dict[str, bool] = {}
     for sample in samples:
-        asked = [(one[0], one[1]) if isinstance(one[1], str) else one[0] for one in sample["arguments"]]
+        asked = [one if isinstance(one[-1], str) and len(one) == 2 else one[0] for one in sample["arguments"]]
         found = {fault for request in asked for fault in faults.get(request, ())}
         item = Item(sample["doc_hash"], sample["prompt_hash"], {}, tuple(sorted(found)))
         item = items.setdefault(sample["doc_id"], item)
         for metric in sample["metrics"]:
             if isinstance(sample[metric], int | float | np.integer | np.floating | np.bool_):
                 item.scores[f"{metric},{sample['filter']}"] = float(sample[metric])
-                higher[f"{metric},{sample['filter']}"] = bool(task.task.higher_is_better().get(metric, True))
+                higher[f"{metric},{sample['filter']}"] = task.task.higher_is_better().get(metric) is not False
     return TaskRun(task.name, settings, higher, tuple(items[number] for number in sorted(items)), seconds)
+
+
+def _describe(config: dict[str, Any]) -> str:
+    """A task's definition as text that is the same in every process: functions by their source, not their address."""
+
+    def source(value: Any) -> str:
+        try:
+            return inspect.getsource(value)
+        except (TypeError, OSError):
+            return str(value)
+
+    return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(config, sort_keys=True, default=source))
 
 
 def _sha256(content: Any) -> str:

@@ -107,6 +107,12 @@ def count(pair: Paired) -> Counts:
     )
 
 
+def merge(task: str, metric: str, filter: str, counts: Sequence[Counts]) -> Counts:
+    """The items of several tasks as those of one."""
+    numbers = ((table.items, table.baseline_correct, table.lost, table.gained) for table in counts)
+    return Counts(task, metric, filter, *map(sum, zip(*numbers, strict=True)))
+
+
 def decide(counts: Sequence[Counts], *, rule: str = "paired", max_drop: float = 0.008, alpha: float = 0.05) -> Outcome:
     """The verdict on tasks that are already counted, as `compare`'s."""
     _check(counts, rule, max_drop, alpha)
@@ -150,11 +156,16 @@ def explain_format_gap(task: str, metric: str, items: int, correct: Mapping[str,
     )
 
 
-def _check(counts: Sequence[Counts], rule: str, max_drop: float, alpha: float) -> None:
+def check_rule(rule: str, max_drop: float) -> None:
+    """Raise UsageError for a rule or a margin that `decide` would refuse."""
     if rule not in RULES:
         raise UsageError(f"there is no rule {rule!r}", hint=f"Choose one of: {', '.join(RULES)}.")
     if not 0 < max_drop < 1:
         raise UsageError(f"max_drop is {max_drop}; it must be a share between 0 and 1", hint="0.008 is 0.8 points.")
+
+
+def _check(counts: Sequence[Counts], rule: str, max_drop: float, alpha: float) -> None:
+    check_rule(rule, max_drop)
     if not 0 < alpha < 0.5:
         raise UsageError(f"alpha is {alpha}; it must be between 0 and 0.5")
     if not counts:
@@ -173,7 +184,7 @@ def _check(counts: Sequence[Counts], rule: str, max_drop: float, alpha: float) -
 
 def _measure(counts: Sequence[Counts], max_drop: float, alpha: float) -> list[_Member]:
     """The family: the tasks in their order, then the pool of all their items if there are several."""
-    family = [*counts, _pool(counts)] if len(counts) > 1 else counts
+    family = [*counts, merge(POOL, "", "", counts)] if len(counts) > 1 else counts
     tables = [(table.items, table.lost, table.gained) for table in family]
     p_values = [paired.mcnemar(table.lost, table.gained) for table in family]
     over_margin = paired.holm([paired.exceeds_drop(*table, max_drop) for table in tables])
@@ -182,11 +193,6 @@ def _measure(counts: Sequence[Counts], max_drop: float, alpha: float) -> list[_M
         for table, p_value, adjusted in zip(family, p_values, paired.holm(p_values), strict=True)
     ]
     return [_Member(*member) for member in zip(comparisons, over_margin, strict=True)]
-
-
-def _pool(counts: Sequence[Counts]) -> Counts:
-    numbers = ((table.items, table.baseline_correct, table.lost, table.gained) for table in counts)
-    return Counts(POOL, "", "", *map(sum, zip(*numbers, strict=True)))
 
 
 def _compare_one(table: Counts, p_value: float, adjusted: float, max_drop: float, first_step: float) -> Comparison:

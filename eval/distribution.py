@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import UsageError
+from quantkit.errors import SourceError, UsageError
 from quantkit.eval.loading import Loaded, check_measurable, load
 from quantkit.report import DistributionReport, PositionRange
 
@@ -48,7 +48,10 @@ def compare_distributions(
 def compare_loaded(
     candidate: Loaded, baseline: Loaded, text: str, *, names: tuple[str, str, str], window: int, max_tokens: int
 ) -> DistributionReport:
-    """The same for models in memory; `names` are those of candidate, baseline and text. The tokenizer is baseline's."""
+    """The same for models in memory; `names` are those of candidate, baseline and text. The tokenizer is baseline's.
+
+    Raises SourceError if a model's logits are no numbers.
+    """
     windows = _windows(baseline.tokenizer, text, window, max_tokens)
     totals = torch.zeros(window - 1, len(_COLUMNS), dtype=torch.float64)
     with torch.inference_mode():
@@ -58,6 +61,9 @@ def compare_loaded(
                 totals += _score(*window_logits)  # one by one: float64 over a large vocabulary is large
     count = len(windows.tokens)
     whole = _Sums(totals.sum(dim=0), int(windows.scored_bytes.sum()), count * (window - 1))
+    for name, loss in (names[1], "baseline_loss"), (names[0], "candidate_loss"):
+        if not math.isfinite(whole.mean(loss)):
+            raise SourceError(f"{name}: its logits are not all numbers", hint="`quantkit verify` finds the weights.")
     return DistributionReport(
         candidate=names[0],
         baseline=names[1],

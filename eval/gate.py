@@ -18,7 +18,7 @@ from quantkit.card import gate_table
 from quantkit.checkpoint.digest import checkpoint_digest
 from quantkit.errors import OutputError, UsageError
 from quantkit.eval import accuracy, runs
-from quantkit.eval.compare import Counts, count, decide
+from quantkit.eval.compare import Counts, check_rule, count, decide, merge
 from quantkit.eval.distribution import compare_loaded
 from quantkit.eval.history import History
 from quantkit.eval.loading import Loaded, check_measurable, load, load_tokenizer, quantizes_activations
@@ -42,10 +42,12 @@ class Options:
     text           to compare distributions on; None is quantkit's own sample for the suite quick, and none otherwise
     window         tokens in one forward pass over the text
     max_tokens     at most so many tokens of the text; None is 4,096 for the suite quick and 16,384 otherwise
-    limit          at most so many items of each task
+    limit          at most so many items of each task; None is the suite's own limit, or all
     seed           of few-shot examples and sampling
     chat_template  put prompts into the chat template
     rule, max_drop as `compare.decide`
+
+    Raises UsageError for values that mean nothing, before anything runs.
     """
 
     suite: str | None = None
@@ -64,6 +66,7 @@ class Options:
             raise UsageError(f"there is no suite {self.suite!r}", hint=f"Choose one of: {', '.join(SUITES)}.")
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"limit is {self.limit}; it must be at least 1")
+        check_rule(self.rule, self.max_drop)
 
 
 def evaluate(
@@ -192,7 +195,10 @@ class _Arms:
             tasks = accuracy.load_tasks(
                 specs, limit=options.limit, seed=options.seed, chat_template=options.chat_template
             )
-        baseline, candidate = (self._run(folder, tasks, options.seed) for folder in (self.baseline, self.candidate))
+        folders = self.baseline, self.candidate
+        if options.chat_template and not any(load_tokenizer(folder).chat_template for folder in folders):
+            raise UsageError("neither checkpoint has a chat template", hint="Leave --chat-template out.")
+        baseline, candidate = (self._run(folder, tasks, options.seed) for folder in folders)
         return [_Answers(task.spec, *both) for task, *both in zip(tasks, baseline, candidate, strict=True)]
 
     def _run(self, folder: Path, tasks: Sequence[accuracy.HarnessTask], seed: int) -> list[runs.TaskRun]:
@@ -232,11 +238,9 @@ def _judge(
     invalid, warnings = _check(answers)
     outcome = None
     if not invalid:
-        for answer in answers:
-            judged_by = answer.baseline.judged_by(answer.spec)
-            counts.append(count(runs.pair(answer.baseline, answer.candidate, judged_by)))
+        counts += _count(answers)
         outcome = decide(counts, rule=options.rule, max_drop=options.max_drop)
-    verdict = Verdict.INVALID if outcome is None else Verdict.FAIL if broken else outcome.verdict
+    verdict = Verdict.FAIL if broken else Verdict.INVALID if outcome is None else outcome.verdict
     return AccuracyReport(
         candidate=str(arms.candidate),
         baseline=str(arms.baseline),
@@ -255,6 +259,17 @@ def _judge(
         seconds=arms.seconds,
         warnings=(*notes, *warnings),
     )
+
+
+def _count(answers: Sequence[_Answers]) -> Iterator[Counts]:
+    """The items of each task; those of a group, such as the 57 subjects of MMLU, count as one task's."""
+    groups: dict[str, list[Counts]] = {}
+    for answer in answers:
+        judged_by = answer.baseline.judged_by(answer.spec)
+        pair = runs.pair(answer.baseline, answer.candidate, judged_by)
+        groups.setdefault(answer.spec.part_of or answer.spec.name, []).append(count(pair))
+    for name, members in groups.items():
+        yield merge(name, members[0].metric, members[0].filter, members)
 
 
 def _check(answers: Sequence[_Answers]) -> tuple[list[str], list[str]]:

@@ -23,20 +23,23 @@ _TABLE = """CREATE TABLE IF NOT EXISTS runs (
 
 
 class History:
-    """The task runs in the SQLite file `path`, which is made when the first one is kept; None keeps nothing."""
+    """The task runs in the SQLite file `path`, which is made when one is first looked for; None keeps nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def find(self, checkpoint: str, task: str, settings: dict[str, Any]) -> TaskRun | None:
-        """The run of `task` with these settings by the checkpoint of that digest."""
-        if self._path is None or not self._path.exists():
+        """The run of `task` with these settings by the checkpoint of that digest.
+
+        Raises OutputError where `keep` could not keep it: before it is run, not after.
+        """
+        if self._path is None:
             return None
         with self._open() as database:
             row = database.execute("SELECT run FROM runs WHERE key = ?", (_key(checkpoint, task, settings),)).fetchone()
         try:
             return TaskRun.from_json(row[0]) if row else None
-        except (ValueError, KeyError, TypeError):  # an older version's
+        except (ValueError, KeyError, TypeError):  # an older version's, or damaged
             return None
 
     def keep(self, checkpoint: str, run: TaskRun) -> None:

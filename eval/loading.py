@@ -50,23 +50,27 @@ def check_measurable(folder: Path) -> Source:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of the checkpoint in `folder`; DependencyError where transformers is missing."""
-    return _transformers().AutoTokenizer.from_pretrained(folder)
+    """The tokenizer of the checkpoint in `folder`; SourceError if it has none, DependencyError without transformers."""
+    transformers = _transformers()
+    with _readable(folder):
+        return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def load(folder: Path) -> Loaded:
     """Load the checkpoint in `folder`; SourceError if transformers would misread it, or cannot load it."""
     transformers = _transformers()
     quantization = check_measurable(folder).config.get(KEY)
-    config = transformers.AutoConfig.from_pretrained(folder)
-    if quantization:
-        for group in quantization["config_groups"].values():
-            group["input_activations"] = None
-        config.quantization_config = quantization
-    with _quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="eager"
+    with _quiet(), _readable(folder):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if quantization:
+            for group in quantization["config_groups"].values():
+                group["input_activations"] = None
+            config.quantization_config = quantization
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
+        if missing := sorted(found["missing_keys"]):  # transformers makes them up
+            raise SourceError(f"{folder}: {len(missing):,} weights are missing, {missing[0]} among them")
         with torch.inference_mode():
             model(torch.zeros(1, 2, dtype=torch.int64))  # compressed weights are decoded in the first forward pass
     return Loaded(torch.nn.Module.float(model).eval(), load_tokenizer(folder))
@@ -80,6 +84,16 @@ def _transformers() -> Any:
             "transformers is not installed", hint="Install what evaluation needs: pip install 'quantkit[eval]'."
         ) from error
     return transformers
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """What transformers raises for a checkpoint that it does not understand, as SourceError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise SourceError(f"{folder}: transformers cannot load it: {type(error).__name__}: {reason}") from error
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""lm-eval's transformers model, watched: which prompts and answers were cut, and which answers are empty."""
+"""lm-eval's transformers model, watched: which prompts and answers were cut, which answers are empty or no numbers."""
 
+import math
 from collections import defaultdict, deque
 from typing import Any
 
+from quantkit.errors import UsageError
 from quantkit.eval.loading import Loaded
 from quantkit.eval.runs import Fault
 
@@ -22,7 +24,9 @@ class _Watch:
     def generated(self, cut: bool) -> None:
         self._cut.append(cut)
 
-    def add_partial(self, kind: str, request: Any, answer: str) -> None:
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        if kind == "loglikelihood" and math.isnan(answer[0]):
+            self.faults[request].add(Fault.NOT_A_NUMBER)
         if kind != "generate_until":
             return
         if self._cut.popleft():
@@ -48,17 +52,30 @@ def observe(loaded: Loaded, batch_size: int) -> tuple[Any, Faults]:
         def generate_until(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             for request in requests:
                 cap = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
+                if cap >= self.max_length:
+                    raise UsageError(
+                        f"{request.task_name}: answers may have {cap} tokens, which leaves no room for a prompt in the "
+                        f"model's {self.max_length}"
+                    )
                 if len(self.tok_encode(request.args[0])) > self.max_length - cap:
                     watch.faults[request.args[0]].add(Fault.PROMPT_CUT)
             return super().generate_until(requests, *args, **kwargs)
 
         def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
             output = super()._model_generate(context, max_length, stop, **kwargs)
+            ends = _end_tokens(loaded)
             for row in output[:, context.shape[1] :].tolist():
-                ended = self.eot_token_id in row or any(text in self.tok_decode(row) for text in stop)
+                text = self.tok_decode(row, skip_special_tokens=False)
+                ended = row[-1] in ends or any(end in text for end in stop)
                 watch.generated(not ended and len(row) >= max_length - context.shape[1])
             return output
 
     model = Observed(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size, device="cpu")
     model.set_cache_hook(watch)
     return model, watch.faults
+
+
+def _end_tokens(loaded: Loaded) -> set[int | None]:
+    """What an answer that was not cut ends with: a token that ends it, or padding up to a longer answer's end."""
+    ends = loaded.model.generation_config.eos_token_id
+    return {loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}

@@ -21,6 +21,7 @@ class Fault(StrEnum):
     ANSWER_CUT = "answer cut at the token cap"
     PROMPT_CUT = "prompt cut to the model's length"
     EMPTY = "empty answer"
+    NOT_A_NUMBER = "likelihood that is not a number"
     ERROR = "error"
 
 
@@ -55,7 +56,7 @@ class TaskRun:
     @classmethod
     def from_json(cls, text: str) -> "TaskRun":
         """The run that `to_json` wrote; ValueError, KeyError or TypeError if it is none."""
-        content = json.loads(text)
+        content = dict(json.loads(text))
         if content.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         items = tuple(Item(**(item | {"faults": tuple(item["faults"])})) for item in content.pop("items"))

@@ -13,6 +13,7 @@ class TaskSpec:
 
     metric, filter  None: the task's only or first one; several filters must be told apart
     limit           at most so many items of each task, from the first on
+    part_of         the name under which its items are judged, together with others'; None is its own
     overrides       entries that replace those of the task's definition, such as where its data lies
     """
 
@@ -21,6 +22,7 @@ class TaskSpec:
     filter: str | None = None
     limit: int | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    part_of: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> "TaskSpec":

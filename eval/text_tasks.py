@@ -3,8 +3,9 @@
     context        the words before a place in the text, about 200 characters
     continuations  the words that follow there, about 60 characters, and as many from three other places
 
-Places are even distances apart, distractors and their order are drawn by a fixed seed: a text gives the same items each
-time. A sound language model finds most of them; what it loses here it loses in longer texts, too.
+Places are even distances apart, and none reaches into the next; distractors and their order are drawn by a fixed seed:
+a text gives the same items each time. A sound language model finds most of them; what it loses here it loses in longer
+texts, too.
 """
 
 import random
@@ -15,10 +16,11 @@ from quantkit.eval.task_specs import TaskSpec
 
 NAME = "quantkit_continuation"
 CONTEXT_CHARACTERS, CONTINUATION_CHARACTERS, CHOICES = 200, 60, 4
+_REACH = 40  # characters to look for the first word's begin in
 
 
 def continuation_task(text: str, items: int = 100) -> TaskSpec:
-    """The task with so many items; UsageError if the text is too short for them not to overlap."""
+    """The task with so many items; UsageError if they are too few, or the text too short for them not to overlap."""
     documents = make_items(text, items)
 
     def dataset(**_: Any) -> dict[str, Any]:
@@ -48,10 +50,12 @@ def make_items(text: str, items: int) -> list[dict[str, Any]]:
     words = text.split()
     text = " ".join(words)
     stride = len(text) // max(items, 1)
-    needed = CONTEXT_CHARACTERS + CONTINUATION_CHARACTERS
-    if items < CHOICES or stride < needed:
+    needed = CONTEXT_CHARACTERS + CONTINUATION_CHARACTERS + _REACH
+    if items < CHOICES:
+        raise UsageError(f"{NAME} has {CHOICES} choices, so {items} items are too few", hint="Give a larger --limit.")
+    if stride < needed:
         raise UsageError(
-            f"the text has {len(text):,} characters; {items} items need {max(items, CHOICES) * needed:,}",
+            f"the text has {len(text):,} characters; {items} items need {items * needed:,}",
             hint="Give a longer text or a smaller --limit.",
         )
     passages = [_passage(text, number * stride) for number in range(items)]
@@ -60,11 +64,17 @@ def make_items(text: str, items: int) -> list[dict[str, Any]]:
 
 
 def _passage(text: str, begin: int) -> tuple[str, str]:
-    """Context and continuation from the first word that begins at or after `begin`, in whole words."""
-    begin = text.index(" ", begin - 1) + 1 if begin else 0
-    middle = text.rindex(" ", begin, begin + CONTEXT_CHARACTERS)
-    end = text.rindex(" ", middle + 1, middle + 1 + CONTINUATION_CHARACTERS)
-    return text[begin:middle], text[middle + 1 : end]
+    """Context and continuation from the first word that begins at or after `begin`; only a longer word is cut."""
+    begin = max(begin, text.find(" ", begin - 1, begin - 1 + _REACH) + 1) if begin else 0
+    middle = _word_end(text, begin, CONTEXT_CHARACTERS)
+    follows = middle + (text[middle] == " ")
+    return text[begin:middle], text[follows : _word_end(text, follows, CONTINUATION_CHARACTERS)]
+
+
+def _word_end(text: str, begin: int, length: int) -> int:
+    """Where the last word ends of those that lie within `length` characters from `begin`."""
+    end = text.rfind(" ", begin, begin + length)
+    return end if end > begin else begin + length
 
 
 def _item(number: int, passages: list[tuple[str, str]], draw: random.Random) -> dict[str, Any]:

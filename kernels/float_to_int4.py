@@ -35,7 +35,7 @@ def float_to_int4(
 def _quantize(weight, group_size, divisors, signed, search, packed, out_scale):  # type: ignore[no-untyped-def]
     rows, columns = weight.shape
     groups = columns // group_size
-    choice, smallest = np.zeros(groups, np.int64), np.empty(groups, np.int64)
+    choice, scores = np.zeros(groups, np.int64), np.empty((2, groups), np.int64)
     ratios, nibbles = np.empty(columns, np.int16), np.empty(columns, np.uint8)
     amax, sign = np.empty(groups, np.float64), np.ones(groups, np.float64)
     for row in range(rows):
@@ -50,7 +50,7 @@ def _quantize(weight, group_size, divisors, signed, search, packed, out_scale): 
                 to_ratio = sign[group] * (amax[group] if amax[group] > 0 else 1.0)
                 for position in range(group * group_size, (group + 1) * group_size):
                     ratios[position] = np.rint(np.float64(source[position]) / to_ratio * RATIO_ONE)
-            choose(ratios, group_size, search[0], search[1], smallest, choice)
+            choose(ratios, group_size, search[0], search[1], scores, choice)
         for group in range(groups):
             bits, _ = store_scale(amax[group], divisors[choice[group], 0], divisors[choice[group], 1])
             out_scale[row, group] = bits | (np.uint16(0x8000) if sign[group] < 0 else np.uint16(0))

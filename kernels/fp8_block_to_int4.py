@@ -50,7 +50,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     rows, columns = weight.shape
     groups = columns // group_size
     largest, flip = np.empty(groups, np.uint8), np.zeros(groups, np.uint8)
-    choice, smallest = np.zeros(groups, np.int64), np.empty(groups, np.int64)
+    choice, scores = np.zeros(groups, np.int64), np.empty((2, groups), np.int64)
     ratios, nibbles = np.empty(columns, np.int16), np.empty(columns, np.uint8)
     block_of = np.arange(groups) * group_size // block[1]
     stored = np.empty(scale.shape[1] * NAN_BYTE * len(divisors), np.uint16)  # by block, largest byte and choice
@@ -66,7 +66,7 @@ def _quantize(  # type: ignore[no-untyped-def]
             _flips(source, group_size, largest, flip)
         if search is not None:
             _look_up_ratios(source, group_size, largest, flip, search[0], ratios)
-            choose(ratios, group_size, search[1], search[2], smallest, choice)
+            choose(ratios, group_size, search[1], search[2], scores, choice)
         for group in range(np.uint64(groups)):
             at = np.uint64((block_of[group] * NAN_BYTE + largest[group]) * len(divisors) + choice[group])
             if table_begin[at] == _UNKNOWN:

@@ -22,7 +22,7 @@ from quantkit.kernels.vectors import LANES, squared_distance
 
 Divisor = tuple[int, int]
 RATIO_ONE = 1 << 14
-_NO_ERROR_YET = np.int64(2**63 - 1)
+_NUMBER_BITS = 4  # of a candidate's number
 
 
 class Candidates(NamedTuple):
@@ -49,22 +49,24 @@ def ratio_table() -> npt.NDArray[np.int16]:
 
 
 @numba.njit(nogil=True, cache=True)
-def choose(ratios, group_size, steps, weights, smallest, choice):  # type: ignore[no-untyped-def]
+def choose(ratios, group_size, steps, weights, scores, choice):  # type: ignore[no-untyped-def]
     """Write the best candidate of each group, of equal ones the first, into `choice` int64 [groups].
 
-    ratios    int16 [groups * group_size]; `group_size` is a multiple of 32 and at most 128
-    smallest  int64 [groups], whose content is overwritten
+    ratios  int16 [groups * group_size]; `group_size` is a multiple of 32 and at most 128
+    scores  int64 [2, groups], whose content is overwritten: a candidate's errors with its number in the lowest bits,
+            and the least of all until then. Least numbers are found without branches, which no processor could predict.
     """
-    smallest[:] = _NO_ERROR_YET
     for candidate in range(len(steps)):
-        step, weight = steps[candidate], weights[candidate]
+        step, weight = steps[candidate], weights[candidate] << _NUMBER_BITS
         position = np.uint64(0)
         for group in range(np.uint64(choice.size)):
             total = np.int32(0)
             for _ in range(group_size // LANES):
                 total = np.int32(total + squared_distance(ratios, position, step))  # type: ignore[call-arg]
                 position += np.uint64(LANES)
-            error = total * weight
-            better = error < smallest[group]
-            smallest[group] = error if better else smallest[group]
-            choice[group] = candidate if better else choice[group]
+            scores[0, group] = total * weight + candidate
+        for group in range(np.uint64(choice.size)):
+            least = min(scores[0, group], scores[1, group])
+            scores[1, group] = least if candidate else scores[0, group]
+    for group in range(np.uint64(choice.size)):
+        choice[group] = scores[1, group] & ((1 << _NUMBER_BITS) - 1)

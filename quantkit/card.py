@@ -98,6 +98,7 @@ def gate_table(report: AccuracyReport) -> str:
         )
     if report.distribution:
         parts.append(_distribution(report.distribution))
+    parts += [f"Note: {warning}." for warning in report.warnings]
     return "\n\n".join(parts)
 
 
@@ -259,8 +260,8 @@ def _distribution(report: DistributionReport) -> str:
     before, after = report.baseline_bits_per_byte, report.candidate_bits_per_byte
     return (
         f"On {report.scored_tokens:,} tokens of `{_shown(report.text)}`: KL divergence {report.kl_divergence:.5f} nats "
-        f"per token, the same first token {report.top1_agreement:.2%}, bits per byte {before:.4f} before and "
-        f"{after:.4f} after."
+        f"per token, the same first token {report.top1_agreement:.2%}, flips {report.flips:.2%}, bits per byte "
+        f"{before:.4f} before and {after:.4f} after."
     )
 
 

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from quantkit.errors import QuantkitError
+from quantkit.eval.offline import OfflineData
 from quantkit.remote import PublishReport
 from quantkit.report import (
     AccuracyReport,
@@ -46,6 +47,8 @@ def show(report: Report, *, as_json: bool) -> None:
         _show_accuracy(report)
     elif isinstance(report, PublishReport):
         _show_publication(report)
+    elif isinstance(report, OfflineData):
+        _show_offline_data(report)
     for warning in getattr(report, "warnings", ()):
         _ERR.print(f"[yellow]warning:[/] {escape(warning)}")
 
@@ -200,6 +203,15 @@ def _comparison_row(task: Comparison) -> tuple[str, ...]:
     metric = ",".join(filter(None, (task.metric, task.filter)))
     counts = (f"{task.lost:,}", f"{task.gained:,}", *points, f"{task.adjusted_p_value:.2g}")
     return (escape(task.task), escape(metric), f"{task.items:,}", *shares, *counts, f"{100 * task.detectable_drop:.2f}")
+
+
+def _show_offline_data(report: OfflineData) -> None:
+    table = _table(
+        f"from {report.package} {report.version} into {escape(report.folder)}", "task", "split:", "items", "licence:"
+    )
+    for file in report.files:
+        table.add_row(file.task, file.split, f"{file.items:,}", file.licence)
+    _OUT.print(table)
 
 
 def _show_distribution(report: DistributionReport) -> None:

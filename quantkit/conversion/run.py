@@ -1,18 +1,18 @@
 """All shards of a plan: converted one after the other, while the one before is flushed and renamed.
 
-The source shards are hashed in a thread of their own, at about the time when they are converted, so that each is read
+The source shards are hashed in a thread of their own, close behind the pieces that are converted, so that each is read
 from the disk once.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from quantkit.checkpoint.writer import OutputFolder
 from quantkit.conversion.journal import Entry, Journal
 from quantkit.conversion.shards import convert_shard
+from quantkit.conversion.source_hash import SourceHash
 from quantkit.errors import OutputError
 from quantkit.plan import Plan, ShardJob
 
@@ -36,8 +36,9 @@ class ShardRun:
         before = {shard: sha256 for entry in entries for shard, sha256 in entry.sources.items()}
         if not trust_source:
             with ThreadPoolExecutor(self.workers) as pool:
-                for shard, now in zip(before, pool.map(self._hash_source, before), strict=True):
-                    if now != before[shard]:
+                hashes = {shard: SourceHash(self.plan.source, shard, pool).finish() for shard in before}
+                for shard, found in hashes.items():
+                    if (now := found.result()) != before[shard]:
                         raise OutputError(
                             f"source shard {shard} has changed since it was converted: sha256 {before[shard]} before, "
                             f"{now} now",
@@ -50,7 +51,7 @@ class ShardRun:
     def remaining(self) -> Iterator[Entry]:
         """Convert all other shards, and record each when it is whole under its final name."""
         done = {entry.shard for entry in self.journal.entries if self._is_there(entry)}
-        hashes: dict[str, Future[str]] = {}
+        hashes: dict[str, SourceHash] = {}
         pending: list[Future[Entry]] = []
         with (
             ThreadPoolExecutor(self.workers) as pool,
@@ -62,15 +63,20 @@ class ShardRun:
                     continue
                 for shard in job.reads:
                     if shard not in hashes:
-                        hashes[shard] = hasher.submit(self._hash_source, shard)
-                sources = {shard: hashes[shard] for shard in job.reads}
+                        hashes[shard] = SourceHash(self.plan.source, shard, hasher)
+                progress = partial(self._progress, hashes[job.shard])
                 with self.folder.shard(job.shard, job.file_bytes) as file:
-                    sha256 = convert_shard(job, self.plan.source, file, pool, 2 * self.workers, self.progress)
+                    sha256 = convert_shard(job, self.plan.source, file, pool, 2 * self.workers, progress)
+                sources = {shard: hashes[shard].finish() for shard in job.reads}
                 while pending:
                     yield pending.pop().result()
                 pending.append(publisher.submit(self._publish, job, sha256, sources))
             while pending:
                 yield pending.pop().result()
+
+    def _progress(self, source_hash: SourceHash, nbytes: int, end: int) -> None:
+        source_hash.advance(end)
+        self.progress(nbytes)
 
     def _publish(self, job: ShardJob, sha256: str, sources: dict[str, Future[str]]) -> Entry:
         self.folder.publish(job.shard)
@@ -81,11 +87,6 @@ class ShardRun:
     def _is_there(self, entry: Entry) -> bool:
         path = self.folder.path / entry.shard
         return path.is_file() and path.stat().st_size == entry.nbytes
-
-    def _hash_source(self, shard: str) -> str:
-        assert self.plan.source.folder is not None
-        with Path(self.plan.source.folder / shard).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _source_bytes(job: ShardJob) -> int:

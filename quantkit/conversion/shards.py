@@ -24,19 +24,22 @@ Outputs = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Piece:
-    """What comes next of some output tensors, by name, and the source bytes that it was made from."""
+    """What comes next of some output tensors, by name; the source bytes that it was made from, and where they end."""
 
     outputs: Outputs
     source_bytes: int
+    source_end: int
 
 
 def convert_shard(
-    job: ShardJob, source: Source, file: ShardFile, pool: Executor, ahead: int, progress: Callable[[int], None]
+    job: ShardJob, source: Source, file: ShardFile, pool: Executor, ahead: int, progress: Callable[[int, int], None]
 ) -> str:
     """Write the whole file of `job`, which is made from `source`, and return its sha256.
 
-    At most `ahead` pieces are read or held in memory before they are written. Raises SourceError, naming the tensor,
-    for a NaN and for a block scale that is NaN, not positive or out of range.
+    ahead     at most so many pieces are read or held in memory before they are written
+    progress  is called with the source bytes just converted, and where in their shard they end
+
+    Raises SourceError, naming the tensor, for a NaN and for a block scale that is NaN, not positive or out of range.
     """
     file.append(memoryview(job.header))
     order = _Order(job, file)
@@ -45,7 +48,7 @@ def convert_shard(
     def take() -> None:
         piece = running.popleft().result()
         order.add(piece.outputs)
-        progress(piece.source_bytes)
+        progress(piece.source_bytes, piece.source_end)
 
     try:
         for work in _pieces(job, Reader(source)):
@@ -102,7 +105,7 @@ def _copy(reader: Reader, step: Step, tensor: StoredTensor, target: str, begin: 
             check_block_scales(tensor, data.view(np.float32).reshape(1, -1), begin)
         elif (nan := ops.first_nan(data)) is not None:
             raise nan_error(tensor, begin + nan)
-    return _Piece({target: data}, end - begin)
+    return _Piece({target: data}, end - begin, tensor.offset + end)
 
 
 def _convert(reader: Reader, step: Step, begin: int, end: int) -> _Piece:
@@ -120,7 +123,7 @@ def _convert(reader: Reader, step: Step, begin: int, end: int) -> _Piece:
         raise nan_error(weight.data, begin * weight.shape[1] + bad)
     if begin == 0 and step.treatment.scheme is Scheme.INT4:
         outputs[step.outputs[2].name] = np.array(weight.shape, np.int64)
-    return _Piece(outputs, nbytes)
+    return _Piece(outputs, nbytes, weight.data.offset + weight.data.spec.nbytes * end // weight.shape[0])
 
 
 def _fp8_to_bf16(step: Step, data: ops.Bytes, scale: ops.Scales) -> tuple[Outputs, int | None]:

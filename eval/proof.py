@@ -1,0 +1,144 @@
+"""`python -m quantkit.eval.proof MODEL...`: each way to make INT4 from a model, judged by the gate, in one table.
+
+A model in FP8 is compared with its own decoding to BF16, one in BF16 with itself. With --broken the first model's
+default conversion is also broken in several ways, and a second table says which measures noticed.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.weights import Encoding, read_weights
+from quantkit.conversion import Options as ConversionOptions
+from quantkit.conversion import convert
+from quantkit.errors import PlanError
+from quantkit.eval import gate
+from quantkit.eval.breakage import BREAKAGES, break_checkpoint
+from quantkit.eval.data_folder import data_folder
+from quantkit.eval.offline import offline_tasks
+from quantkit.recipe import ScaleMethod
+from quantkit.report import AccuracyReport, Comparison
+
+DEFAULT = "g=32 search"
+CONVERSIONS = {
+    DEFAULT: ConversionOptions(group_size=32),
+    "g=32 signed": ConversionOptions(group_size=32, scale=ScaleMethod.SIGNED),
+    "g=32 minmax": ConversionOptions(group_size=32, scale=ScaleMethod.MINMAX),
+    "g=64 search": ConversionOptions(group_size=64),
+    "g=128 search": ConversionOptions(group_size=128),
+}
+_COLUMNS = ("model", "INT4", "KL", "top-1", "task", "items", "baseline", "INT4", "difference [bounds]", "verdict", "s")
+_BROKEN_COLUMNS = ("broken", "weights", "KL", "x sound", "top-1", "next token [bounds]", "continuation", "verdict")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where conversions go, and what each is judged by."""
+
+    work: Path
+    options: gate.Options
+
+    def convert(self, model: Path, name: str) -> Path:
+        """The INT4 checkpoint of `model`, made unless it is there; `name` is a key of `CONVERSIONS`."""
+        output = self.work / f"{model.name} {name}"
+        if not output.exists():
+            convert(model, output, options=CONVERSIONS[name])
+        return output
+
+    def baseline(self, model: Path) -> Path:
+        """`model` itself, or its decoding to BF16 if it holds FP8."""
+        if all(weight.encoding is Encoding.PLAIN for weight in read_weights(open_source(model))):
+            return model
+        output = self.work / f"{model.name} bf16"
+        if not output.exists():
+            convert(model, output, "bf16")
+        return output
+
+    def judge(self, candidate: Path, baseline: Path) -> AccuracyReport:
+        """The gate's report."""
+        return gate.evaluate(candidate, baseline, self.options, history=self.work / "history.sqlite")
+
+
+def judge_conversions(model: Path, bench: Bench) -> Iterator[str]:
+    """Rows of the first table: for each conversion one for each task and one for all items."""
+    for name in CONVERSIONS:
+        start = time.monotonic()
+        try:
+            report = bench.judge(bench.convert(model, name), bench.baseline(model))
+        except PlanError as error:
+            yield _row(model.name, name, *[""] * 7, f"not possible: {error}", "")
+            continue
+        measured = report.distribution
+        assert measured is not None
+        first = (model.name, name, f"{measured.kl_divergence:.4f}", f"{measured.top1_agreement:.1%}")
+        last = (str(report.verdict), f"{time.monotonic() - start:.0f}")
+        rows = [_task_cells(task) for task in (*report.tasks, report.pooled) if task]
+        for number, cells in enumerate(rows):
+            yield _row(*(first if number == 0 else [""] * 4), *cells, *(last if number == len(rows) - 1 else [""] * 2))
+
+
+def judge_breakages(model: Path, bench: Bench) -> Iterator[str]:
+    """Rows of the second table, a sound conversion first."""
+    sound, baseline = bench.convert(model, DEFAULT), bench.baseline(model)
+    reports = {"nothing": bench.judge(sound, baseline)}
+    for number, name in enumerate(BREAKAGES):
+        broken = bench.work / f"{model.name} broken {number}"
+        break_checkpoint(sound, broken, name)
+        reports[name] = bench.judge(broken, baseline)
+    measured = {name: report.distribution for name, report in reports.items() if report.distribution}
+    for name, report in reports.items():
+        kl = measured[name].kl_divergence
+        weights = "; ".join(reason.split(",")[0] for reason in report.reasons if reason.startswith("verify"))
+        tasks = [_difference(task) for task in report.tasks]
+        ratio = f"{kl / measured['nothing'].kl_divergence:.2f}"
+        agreement = f"{measured[name].top1_agreement:.1%}"
+        yield _row(name, weights or "ok", f"{kl:.4f}", ratio, agreement, *tasks, str(report.verdict))
+
+
+def _task_cells(task: Comparison) -> tuple[str, ...]:
+    shares = (f"{correct / task.items:.1%}" for correct in (task.baseline_correct, task.candidate_correct))
+    return (task.task, f"{task.items:,}", *shares, _difference(task))
+
+
+def _difference(task: Comparison) -> str:
+    """In points, with its one-sided 95 % bounds."""
+    difference, lower, upper = (f"{100 * share:+.2f}" for share in (task.difference, task.lower, task.upper))
+    return f"{difference} [{lower}, {upper}]"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> None:
+    """Print the tables in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="+", help="folders of checkpoints in FP8 or BF16")
+    parser.add_argument("--broken", action="store_true", help="break the first model's conversion, too")
+    parser.add_argument("--offline", nargs="*", default=[], help="tasks of the suite offline to run beside quick")
+    parser.add_argument("--limit", type=int, help="at most so many items of each task")
+    arguments = parser.parse_args()
+    known = {task.name: task for task in offline_tasks(data_folder())} if arguments.offline else {}
+    tasks = tuple(known[name] for name in arguments.offline)
+    with tempfile.TemporaryDirectory(prefix="proof-", dir=".") as work:
+        bench = Bench(Path(work), gate.Options(suite="quick", tasks=tasks, limit=arguments.limit))
+        _print(_COLUMNS, (row for model in arguments.models for row in judge_conversions(model, bench)))
+        if arguments.broken:
+            _print(_BROKEN_COLUMNS, judge_breakages(arguments.models[0], bench))
+
+
+def _print(columns: tuple[str, ...], rows: Iterator[str]) -> None:
+    sys.stdout.write(_row(*columns) + f"|{'---|' * len(columns)}\n")
+    for row in rows:
+        sys.stdout.write(row)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()
