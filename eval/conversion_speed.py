@@ -33,23 +33,35 @@ _ARMS = (
     *((f"convert --int4 --scale {method}", "glm-5.2-int4", ("--int4", "--scale", method)) for method in ScaleMethod),
     ("convert --bf16", "bf16", ("--bf16",)),
 )
-_COLUMNS = ("arm", "seconds", "MB/s of input", "x read + write", "x faster than faster peer", "peak memory MB")
+_COLUMNS = (
+    "arm",
+    "seconds",
+    "CPU seconds",
+    "MB/s of input",
+    "x read + write",
+    "x faster than faster peer",
+    "peak memory MB",
+)
 # A small process of its own, because Linux counts the peak memory of whoever starts a process as that process's, too.
 _MEASURE = """
 import os, sys, time
 start = time.monotonic()
 child = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
 _, status, usage = os.wait4(child, 0)
-print([time.monotonic() - start, usage.ru_maxrss * 1024, status])
+print([time.monotonic() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, status])
 """
 
 
 @dataclass(frozen=True, order=True)
 class Timing:
-    """One arm: seconds of the whole process, and its peak resident memory in bytes (0: not measured)."""
+    """One arm: seconds of the whole process, seconds of all its threads, and peak resident memory in bytes.
+
+    0 is not measured.
+    """
 
     seconds: float
-    peak_bytes: int
+    cpu_seconds: float = 0.0
+    peak_bytes: int = 0
 
 
 def make_source(folder: Path, size: int) -> int:
@@ -107,10 +119,10 @@ def time_process(source: Path, output: Path, command: Sequence[str]) -> Timing:
     with log.open("wb") as file:
         measure = [sys.executable, "-S", "-c", _MEASURE, sys.executable, "-m", *command]
         result = subprocess.run(measure, stdout=subprocess.PIPE, stderr=file, check=True)
-    seconds, peak_bytes, status = json.loads(result.stdout)
+    *timing, status = json.loads(result.stdout)
     if status:
         raise RuntimeError(f"{' '.join(command)} failed:\n{log.read_text(errors='replace')[-2000:]}")
-    return Timing(seconds, peak_bytes)
+    return Timing(*timing)
 
 
 def time_conversion(source: Path, output: Path, options: Sequence[str]) -> Timing:
@@ -154,7 +166,7 @@ def time_reading_and_writing(source: Path, output: Path, out_bytes: int) -> Timi
         os.fsync(out.fileno())
     seconds = time.monotonic() - start
     output.unlink()
-    return Timing(seconds, 0)
+    return Timing(seconds)
 
 
 def _pieces(paths: list[Path]) -> Iterator[memoryview]:
@@ -227,6 +239,7 @@ def _print_row(name: str, timing: Timing, nbytes: int, limit: Timing | None = No
     cells = (
         name,
         f"{timing.seconds:.2f}",
+        f"{timing.cpu_seconds:.1f}" if timing.cpu_seconds else "",
         f"{nbytes / timing.seconds / 1e6:.0f}",
         f"{timing.seconds / limit.seconds:.2f}" if limit else "",
         f"{peer.seconds / timing.seconds:.1f}" if peer else "",

@@ -19,9 +19,11 @@ from quantkit.checkpoint.digest import checkpoint_digest
 from quantkit.errors import OutputError, UsageError
 from quantkit.eval import accuracy, runs
 from quantkit.eval.compare import Counts, check_rule, count, decide, merge
+from quantkit.eval.data_folder import data_folder as default_folder
 from quantkit.eval.distribution import compare_loaded
 from quantkit.eval.history import History
 from quantkit.eval.loading import Loaded, check_measurable, load, load_tokenizer, quantizes_activations
+from quantkit.eval.offline import offline_tasks
 from quantkit.eval.task_specs import PUBLISHED, TaskSpec
 from quantkit.eval.text_tasks import continuation_task
 from quantkit.report import AccuracyReport, DistributionReport, Verdict
@@ -70,9 +72,9 @@ class Options:
 
 
 def evaluate(
-    candidate: Path,
-    baseline: Path,
-    options: Options,
+    candidate: str | Path,
+    baseline: str | Path,
+    options: Options = Options(suite="quick"),
     *,
     history: Path | None = None,
     data_folder: Path | None = None,
@@ -81,15 +83,16 @@ def evaluate(
     """Compare the checkpoints in two folders and say whether the candidate may ship.
 
     history      SQLite file of earlier results; None keeps none
-    data_folder  where the offline suite's data lie
+    data_folder  where the offline suite's data lie; None is `data_folder.data_folder`
     tell         is told what is being done
 
     Raises a QuantkitError for what cannot be run; a run that cannot be compared is a verdict, `invalid`.
     """
-    arms = _Arms(baseline, candidate, History(history), tell)
+    folders = Path(candidate), Path(baseline)
+    arms = _Arms(folders[1], folders[0], History(history), tell)
     text = _text(options)
     specs = [*_suite(options, text, data_folder), *options.tasks]
-    quantized = [str(folder) for folder in (candidate, baseline) if quantizes_activations(check_measurable(folder))]
+    quantized = [str(folder) for folder in folders if quantizes_activations(check_measurable(folder))]
     broken = arms.verify_weights() if options.suite == "quick" else ()
     distribution = None
     if text is not None:
@@ -124,10 +127,7 @@ def _suite(options: Options, text: str | None, data_folder: Path | None) -> Sequ
     if options.suite == "published":
         return PUBLISHED
     if options.suite == "offline":
-        from quantkit.eval.offline import offline_tasks
-
-        assert data_folder is not None
-        return offline_tasks(data_folder)
+        return offline_tasks(data_folder or default_folder())
     if options.suite == "quick":
         assert text is not None
         return [continuation_task(text, min(options.limit or 100, 100))]

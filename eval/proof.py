@@ -121,11 +121,13 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="+", help="folders of checkpoints in FP8 or BF16")
     parser.add_argument("--broken", action="store_true", help="break the first model's conversion, too")
     parser.add_argument("--offline", nargs="*", default=[], help="tasks of the suite offline to run beside quick")
+    parser.add_argument("--folder", type=Path, default=Path("build"), help="where to work (default build)")
     parser.add_argument("--limit", type=int, help="at most so many items of each task")
     arguments = parser.parse_args()
     known = {task.name: task for task in offline_tasks(data_folder())} if arguments.offline else {}
     tasks = tuple(known[name] for name in arguments.offline)
-    with tempfile.TemporaryDirectory(prefix="proof-", dir=".") as work:
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="proof-", dir=arguments.folder) as work:
         bench = Bench(Path(work), gate.Options(suite="quick", tasks=tasks, limit=arguments.limit))
         _print(_COLUMNS, (row for model in arguments.models for row in judge_conversions(model, bench)))
         if arguments.broken:

@@ -2,6 +2,7 @@
 
     quantkit.convert("glm-5.2", "glm-5.2-int4")
     quantkit.verify("glm-5.2-int4", against="glm-5.2")
+    quantkit.evaluate("glm-5.2-int4", "glm-5.2-bf16")
 
 Names are loaded on first use, so that importing the package is quick.
 """
@@ -12,12 +13,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantkit.conversion import Options, convert, preview
     from quantkit.errors import QuantkitError
+    from quantkit.eval.gate import evaluate
     from quantkit.inspection import inspect
     from quantkit.recipe import Recipe, load_recipe
     from quantkit.report import Manifest
     from quantkit.verification import verify
 
-__all__ = ["Manifest", "Options", "QuantkitError", "Recipe", "convert", "inspect", "load_recipe", "preview", "verify"]
+__all__ = [
+    "Manifest",
+    "Options",
+    "QuantkitError",
+    "Recipe",
+    "convert",
+    "evaluate",
+    "inspect",
+    "load_recipe",
+    "preview",
+    "verify",
+]
 
 _HOMES = {
     "Manifest": "report",
@@ -25,6 +38,7 @@ _HOMES = {
     "QuantkitError": "errors",
     "Recipe": "recipe",
     "convert": "conversion",
+    "evaluate": "eval.gate",
     "inspect": "inspection",
     "load_recipe": "recipe",
     "preview": "conversion",
