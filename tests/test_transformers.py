@@ -12,8 +12,6 @@ import transformers
 from loguru import logger
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import SourceError, UsageError
-from quantkit.eval.distribution import compare_distributions
 from quantkit.formats import fp8_block, int4
 
 TOKENS = torch.randint(8, 2000, (2, 160), generator=torch.Generator().manual_seed(0))
@@ -136,56 +134,3 @@ def test_mixed_with_activation_quantization(glm_tiny_converted: dict[str, Path],
     actual = logits(model)
     assert (actual - unquantized).abs().max() > 0.02 * unquantized.abs().max()
     assert (actual - simulated).abs().max() < 0.1 * (actual - unquantized).abs().max()
-
-
-def test_int4_is_close_to_its_source(glm_tiny: Path, glm_tiny_converted: dict[str, Path]) -> None:
-    """On held-out text the default conversion costs little, but measurably: KL and bits per byte see it."""
-    report = compare_distributions(
-        glm_tiny_converted["glm-5.2-int4"], glm_tiny_converted["bf16"], glm_tiny / "heldout.txt", max_tokens=4096
-    )
-
-    assert 0.0005 < report.kl_divergence < 0.03
-    assert 0.85 < report.top1_agreement < 1
-    assert abs(report.candidate_bits_per_byte - report.baseline_bits_per_byte) < 0.02
-    assert report.scored_tokens == 16 * 255
-
-
-def test_a_model_is_itself(glm_tiny: Path, glm_tiny_converted: dict[str, Path]) -> None:
-    """A checkpoint against itself has no divergence and full agreement."""
-    folder = glm_tiny_converted["bf16"]
-
-    report = compare_distributions(folder, folder, glm_tiny / "heldout.txt", window=64, max_tokens=512)
-
-    assert (report.kl_divergence, report.top1_agreement) == (0, 1)
-    assert report.candidate_bits_per_byte == report.baseline_bits_per_byte
-
-
-def test_bits_per_byte_counts_the_scored_bytes(
-    glm_tiny: Path, glm_tiny_converted: dict[str, Path], tmp_path: Path
-) -> None:
-    """The bytes are those of the text that the scored tokens stand for, so that they add up to the text's."""
-    text = (glm_tiny / "heldout.txt").read_text(encoding="utf-8")[:3000]
-    (tmp_path / "text").write_text(text, encoding="utf-8")
-    folder = glm_tiny_converted["bf16"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    report = compare_distributions(folder, folder, tmp_path / "text", window=len(tokens))
-
-    first = tokenizer.decode(tokens[:1])
-    assert report.scored_bytes == len(text.encode()) - len(first.encode())
-
-
-def test_fp8_blocks_are_refused(glm_tiny: Path, glm_tiny_converted: dict[str, Path]) -> None:
-    """transformers misreads ragged FP8 blocks without a word, so they are not measured but decoded first."""
-    with pytest.raises(SourceError, match="FP8 blocks") as caught:
-        compare_distributions(glm_tiny_converted["bf16"], glm_tiny, glm_tiny / "heldout.txt")
-    assert "--bf16" in str(caught.value.hint)
-
-
-def test_too_short_a_text_is_refused(glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
-    """A text that does not fill a window gives no figure."""
-    (tmp_path / "text").write_text("short")
-
-    with pytest.raises(UsageError, match="fewer than 256 tokens"):
-        compare_distributions(glm_tiny_converted["bf16"], glm_tiny_converted["bf16"], tmp_path / "text")
