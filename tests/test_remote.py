@@ -191,6 +191,15 @@ def test_verify_against_a_hub_repository(run: Callable[..., Completed], toy_int4
     assert report["errors"]
 
 
+def test_verify_against_a_revision(run: Callable[..., Completed], hub: Any, toy_int4: Path) -> None:
+    """`verify --against --revision` compares with that revision, and says so if there is none."""
+    result = run("verify", toy_int4, "--against", REPO, "--revision", "v1", "--json")
+
+    assert json.loads(result.stdout)["passed"]
+    assert any("/revision/v1" in request.path for request in hub.requests)
+    assert "nowhere" in run("verify", toy_int4, "--against", REPO, "--revision", "nowhere").stderr
+
+
 def test_inspect_fetches_only_the_config(run: Callable[..., Completed], hub: Any, toy: Path) -> None:
     """`inspect` of a Hub id tells from config.json alone what `inspect` of the whole folder tells."""
     report = json.loads(run("inspect", REPO, "--revision", "v1", "--json").stdout)

@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import Json, Workers
+from quantkit.cli.options import Json, Revision, Workers
 from quantkit.errors import CheckFailed
 
 
 def verify(
     checkpoint: Annotated[Path, typer.Argument(help="The folder of a checkpoint.", show_default=False)],
     against: Annotated[str | None, typer.Option("--against", help="Its source: folder, alias or Hub id.")] = None,
+    revision: Revision = None,
     workers: Workers = 2,
     as_json: Json = False,
 ) -> None:
@@ -26,7 +27,7 @@ def verify(
     from quantkit import console, verification
 
     with console.progress("verifying") as start:
-        result = verification.verify(checkpoint, against, workers=workers, progress=start)
+        result = verification.verify(checkpoint, against, revision=revision, workers=workers, progress=start)
     console.show(result, as_json=as_json)
     if not result.passed:
         failed = ", ".join(check.name for check in result.checks if check.problems)

@@ -34,11 +34,13 @@ def verify(
     checkpoint: str | Path,
     against: str | Path | None = None,
     *,
+    revision: str | None = None,
     workers: int = 2,
     progress: Callable[[int], Callable[[int], None]] | None = None,
 ) -> Verification:
     """Verify the checkpoint in the folder `checkpoint`, and compare it with its source `against` if that is given.
 
+    revision  of `against`, if that is a Hub repository
     progress  is given the number of bytes to read, and returns what is called with the bytes just read
 
     Raises a QuantkitError only when there is nothing to verify or the source cannot be read; what is wrong with the
@@ -48,7 +50,7 @@ def verify(
     folder, findings = Path(checkpoint), Findings()
     if not folder.is_dir():
         raise SourceError(f"{folder}: no such folder", hint="Give the folder of a converted checkpoint.")
-    source = None if against is None else open_model(against)
+    source = None if against is None else open_model(against, revision)
     compared: tuple[Compared, ...] = ()
     with ThreadPoolExecutor(workers) as pool:
         check_manifest(folder, pool, findings)
