@@ -1,6 +1,7 @@
 """A shard file holds what was appended, whatever the sizes and whatever the file system can do."""
 
 import errno
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -37,21 +38,20 @@ def test_file_holds_what_was_appended(tmp_path: Path, sizes: list[int]) -> None:
 
 
 def test_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system that refuses to open a file for direct writes the page cache takes the bytes."""
-    flags = []
-    open_file = os.open
+    """On a file system that knows no direct writes the page cache takes the bytes."""
+    refused = []
+    control = fcntl.fcntl
 
-    def refuse(path: Path, flag: int, mode: int = 0o777) -> int:
-        flags.append(flag)
-        if flag & os.O_DIRECT:
+    def refuse(file: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            refused.append(file)
             raise OSError(errno.EINVAL, "Invalid argument")
-        return open_file(path, flag, mode)
+        return control(file, command, flags)
 
-    monkeypatch.setattr("quantkit.checkpoint.writer.os.open", refuse)
-    whole = write(tmp_path / "shard", PIECES["over a buffer's end"])
+    monkeypatch.setattr("quantkit.checkpoint.writer.fcntl.fcntl", refuse)
 
-    assert (tmp_path / "shard").read_bytes() == whole
-    assert len(flags) == 2
+    assert write(tmp_path / "shard", PIECES["over a buffer's end"]) == (tmp_path / "shard").read_bytes()
+    assert refused
 
 
 def test_direct_writes_refused_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

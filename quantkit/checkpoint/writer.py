@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
@@ -32,15 +32,16 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self._file = _open_to_write(path)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # begins at a page, as direct writes must
         self._used = 0
         self._sha256 = hashlib.sha256()
         try:
-            os.posix_fallocate(self._file, 0, size)
+            os.posix_fallocate(self._file, 0, size)  # before: where it is emulated, it writes single bytes
         except OSError:
             self.close()
             raise
+        _write_past_cache(self._file)
 
     def append(self, data: memoryview) -> None:
         """Add all bytes of `data`."""
@@ -75,14 +76,10 @@ class ShardFile:
         self._used = 0
 
 
-def _open_to_write(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    try:
-        return os.open(path, flags | _DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o644)  # a file system without direct writes
+def _write_past_cache(file: int) -> None:
+    """Let what follows pass by the page cache, if the file system can."""
+    with suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | _DIRECT)
 
 
 def _write_through_cache(file: int) -> bool:
