@@ -72,6 +72,21 @@ def test_a_sound_conversion_is_not_refused(quick: AccuracyReport) -> None:
     assert quick.candidate_digest != quick.baseline_digest
 
 
+@pytest.mark.parametrize(("baseline", "unsigned"), [("glm-5.2-int4-bf16rest", False), ("bf16", True)])
+def test_only_what_can_be_compared_is_verified(
+    glm_tiny_converted: dict[str, Path], tmp_path: Path, baseline: str, unsigned: bool
+) -> None:
+    """A baseline that is INT4 itself, and a candidate by another tool, are no reason to fail a candidate."""
+    candidate = tmp_path / "candidate"
+    shutil.copytree(glm_tiny_converted["glm-5.2-int4"], candidate)
+    if unsigned:
+        (candidate / "quantkit.json").unlink()
+
+    report = evaluate(candidate, glm_tiny_converted[baseline], QUICK)
+
+    assert report.verdict in (Verdict.PASS, Verdict.CANNOT_DECIDE), report.reasons
+
+
 def test_distributions_are_a_task_of_their_own(quick: AccuracyReport) -> None:
     """The tokens that each model ranks first are compared as the other tasks' items are."""
     found, task = quick.distribution, quick.tasks[0]
@@ -135,14 +150,14 @@ def test_broken_weights_fail(glm_tiny_converted: dict[str, Path], tmp_path: Path
     assert [task.task for task in report.tasks] == ["next token", "quantkit_continuation"]
 
 
-def test_broken_weights_fail_rather_than_be_invalid(llama_folder: Path, tmp_path: Path, glm_tiny: Path) -> None:
+def test_broken_weights_fail_rather_than_be_invalid(glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
     """Weights that are known to be wrong are a failure, even if the runs could not be compared, too."""
-    broken = shutil.copytree(llama_folder, tmp_path / "broken")
-    change_weights(broken, lambda tensors: tensors["model.norm.weight"].add_(1))
+    broken = shutil.copytree(glm_tiny_converted["glm-5.2-int4"], tmp_path / "broken")
+    change_weights(broken, lambda tensors: tensors["lm_head.weight"].add_(1))
     config = json.loads((broken / "generation_config.json").read_text())
     (broken / "generation_config.json").write_text(json.dumps(config | {"temperature": 0.6}))
 
-    report = evaluate(broken, llama_folder, replace(QUICK, limit=4, window=32, max_tokens=64))
+    report = evaluate(broken, glm_tiny_converted["bf16"], replace(QUICK, limit=4, max_tokens=64))
 
     assert report.verdict is Verdict.FAIL
     assert report.reasons[0].startswith("verify: ")
