@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quantkit.errors import DependencyError, UsageError
+from quantkit.errors import DependencyError, SourceError, UsageError
 from quantkit.eval.loading import Loaded
 from quantkit.eval.observed import Faults, observe
 from quantkit.eval.runs import Item, TaskRun
@@ -78,7 +78,11 @@ def run_settings(task: HarnessTask, folder: Path, tokenizer: Any) -> dict[str, A
     template = None
     if task.settings["chat_template"]:
         template = _sha256(tokenizer.chat_template) if tokenizer.chat_template else NO_TEMPLATE
-    defaults = json.loads((folder / _DEFAULTS).read_text(encoding="utf-8")) if (folder / _DEFAULTS).exists() else {}
+    path = folder / _DEFAULTS
+    try:
+        defaults = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
     ignored = ("_from_model_config", "transformers_version")
     return task.settings | {
         "chat_template": template,

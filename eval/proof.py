@@ -32,8 +32,6 @@ CONVERSIONS = {
     "g=64 search": ConversionOptions(group_size=64),
     "g=128 search": ConversionOptions(group_size=128),
 }
-_COLUMNS = ("model", "INT4", "KL", "top-1", "task", "items", "baseline", "INT4", "difference [bounds]", "verdict", "s")
-_BROKEN_COLUMNS = ("broken", "weights", "KL", "x sound", "top-1", "next token [bounds]", "continuation", "verdict")
 
 
 @dataclass(frozen=True)
@@ -64,51 +62,59 @@ class Bench:
         return gate.evaluate(candidate, baseline, self.options, history=self.work / "history.sqlite")
 
 
-def judge_conversions(model: Path, bench: Bench) -> Iterator[str]:
-    """Rows of the first table: for each conversion one for each task and one for all items."""
-    for name in CONVERSIONS:
-        start = time.monotonic()
-        try:
-            report = bench.judge(bench.convert(model, name), bench.baseline(model))
-        except PlanError as error:
-            yield _row(model.name, name, *[""] * 7, f"not possible: {error}", "")
-            continue
-        measured = report.distribution
-        assert measured is not None
-        first = (model.name, name, f"{measured.kl_divergence:.4f}", f"{measured.top1_agreement:.1%}")
-        last = (str(report.verdict), f"{time.monotonic() - start:.0f}")
-        rows = [_task_cells(task) for task in (*report.tasks, report.pooled) if task]
-        for number, cells in enumerate(rows):
-            yield _row(*(first if number == 0 else [""] * 4), *cells, *(last if number == len(rows) - 1 else [""] * 2))
+def judge_conversions(models: list[Path], bench: Bench) -> Iterator[str]:
+    """The first table: a row for each conversion, a column for each task and for all items together."""
+    heading = True
+    for model in models:
+        for name in CONVERSIONS:
+            start = time.monotonic()
+            try:
+                report = bench.judge(bench.convert(model, name), bench.baseline(model))
+            except PlanError as error:
+                yield _row(model.name, name, f"not possible: {error}")
+                continue
+            tasks = [*report.tasks, *([report.pooled] if report.pooled else [])]
+            if heading:
+                yield _heading("model", "INT4", "KL", "top-1", *map(_title, tasks), "verdict", "s")
+            heading = False
+            verdict = f"{report.verdict}", f"{time.monotonic() - start:.0f}"
+            yield _row(model.name, name, *_distribution(report), *map(_difference, tasks), *verdict)
 
 
 def judge_breakages(model: Path, bench: Bench) -> Iterator[str]:
-    """Rows of the second table, a sound conversion first."""
+    """The second table, a sound conversion first."""
     sound, baseline = bench.convert(model, DEFAULT), bench.baseline(model)
     reports = {"nothing": bench.judge(sound, baseline)}
     for number, name in enumerate(BREAKAGES):
         broken = bench.work / f"{model.name} broken {number}"
         break_checkpoint(sound, broken, name)
         reports[name] = bench.judge(broken, baseline)
-    measured = {name: report.distribution for name, report in reports.items() if report.distribution}
+    tasks = map(_title, reports["nothing"].tasks)
+    yield _heading("broken", "weights, by verify", "KL", "top-1", *tasks, "verdict")
     for name, report in reports.items():
-        kl = measured[name].kl_divergence
         weights = "; ".join(reason.split(",")[0] for reason in report.reasons if reason.startswith("verify"))
-        tasks = [_difference(task) for task in report.tasks]
-        ratio = f"{kl / measured['nothing'].kl_divergence:.2f}"
-        agreement = f"{measured[name].top1_agreement:.1%}"
-        yield _row(name, weights or "ok", f"{kl:.4f}", ratio, agreement, *tasks, str(report.verdict))
+        differences = map(_difference, report.tasks)
+        yield _row(name, weights or "ok", *_distribution(report), *differences, str(report.verdict))
 
 
-def _task_cells(task: Comparison) -> tuple[str, ...]:
-    shares = (f"{correct / task.items:.1%}" for correct in (task.baseline_correct, task.candidate_correct))
-    return (task.task, f"{task.items:,}", *shares, _difference(task))
+def _distribution(report: AccuracyReport) -> tuple[str, str]:
+    measured = report.distribution
+    assert measured is not None
+    return f"{measured.kl_divergence:.4f}", f"{measured.top1_agreement:.1%}"
+
+
+def _title(task: Comparison) -> str:
+    return f"{task.task}, n = {task.items:,}"
 
 
 def _difference(task: Comparison) -> str:
     """In points, with its one-sided 95 % bounds."""
     difference, lower, upper = (f"{100 * share:+.2f}" for share in (task.difference, task.lower, task.upper))
     return f"{difference} [{lower}, {upper}]"
+
+
+def _heading(*cells: str) -> str:
+    return _row(*cells) + f"|{'---|' * len(cells)}\n"
 
 
 def _row(*cells: str) -> str:
@@ -129,17 +135,14 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="proof-", dir=arguments.folder) as work:
         bench = Bench(Path(work), gate.Options(suite="quick", tasks=tasks, limit=arguments.limit))
-        _print(_COLUMNS, (row for model in arguments.models for row in judge_conversions(model, bench)))
+        tables = [judge_conversions(arguments.models, bench)]
         if arguments.broken:
-            _print(_BROKEN_COLUMNS, judge_breakages(arguments.models[0], bench))
-
-
-def _print(columns: tuple[str, ...], rows: Iterator[str]) -> None:
-    sys.stdout.write(_row(*columns) + f"|{'---|' * len(columns)}\n")
-    for row in rows:
-        sys.stdout.write(row)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+            tables.append(judge_breakages(arguments.models[0], bench))
+        for table in tables:
+            for row in table:
+                sys.stdout.write(row)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
 
 
 if __name__ == "__main__":

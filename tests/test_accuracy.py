@@ -6,6 +6,7 @@ The models are random Llamas of two layers, or stand-ins whose `generate` says w
 import copy
 import functools
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.errors import DependencyError, UsageError
+from quantkit.errors import DependencyError, SourceError, UsageError
 from quantkit.eval import accuracy
 from quantkit.eval.loading import Loaded
 from quantkit.eval.runs import TaskRun
@@ -257,10 +258,23 @@ def test_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, make_task: Ta
     assert "quantkit[eval]" in str(caught.value.hint)
 
 
-def test_the_harness_is_quiet(
+def test_the_harness_is_quiet_for_a_while(
     llama: Loaded, llama_folder: Path, make_task: TaskMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A run prints nothing, neither on stdout, where a report may go, nor on stderr, which is no terminal here."""
+    """A run prints nothing, on stdout or on stderr, which is no terminal here; then the harness may speak again."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+
     run([make_task(num_fewshot=1), make_task("second", generates=True)], llama, llama_folder)
 
     assert capfd.readouterr() == ("", "")
+    assert logger.level == before != logging.ERROR
+
+
+def test_generation_config_that_is_no_json(llama: Loaded, tmp_path: Path, make_task: TaskMaker) -> None:
+    """A checkpoint's damaged sampling settings are an error that names the file."""
+    (tmp_path / "generation_config.json").write_text("{")
+    [task] = accuracy.load_tasks([make_task(items=2)])
+
+    with pytest.raises(SourceError, match=r"generation_config\.json: cannot be read as JSON"):
+        accuracy.run_settings(task, tmp_path, llama.tokenizer)

@@ -1,7 +1,6 @@
 """Next-token distributions of two models on a text: each figure equals one that is computed token by token."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +26,37 @@ def text(glm_tiny: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def other(make_llama: Callable[..., Path]) -> Loaded:
-    """Another random Llama, with which the first one agrees about something, because its weights are near."""
-    near = load(make_llama(0))
+def sound(glm_tiny_converted: dict[str, Path]) -> Loaded:
+    """The trained model; not to be changed."""
+    return load(glm_tiny_converted["bf16"])
+
+
+@pytest.fixture(scope="module")
+def noisy(glm_tiny_converted: dict[str, Path]) -> Loaded:
+    """The same with noise on its weights, so that it is right and wrong about other tokens."""
+    made = load(glm_tiny_converted["bf16"])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for weight in near.model.parameters():
-            weight += 0.3 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
-    return near
+        for weight in made.model.parameters():
+            weight += 0.2 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
+    return made
 
 
 @pytest.fixture(scope="module")
-def report(llama: Loaded, other: Loaded, text: str) -> DistributionReport:
-    """The second Llama as the candidate, the first one as the baseline."""
-    return compare_loaded(other, llama, text, names=NAMES, window=WINDOW, max_tokens=WINDOW * WINDOWS)
+def report(sound: Loaded, noisy: Loaded, text: str) -> DistributionReport:
+    """The noisy model as the candidate, the sound one as the baseline."""
+    return compare_loaded(noisy, sound, text, names=NAMES, window=WINDOW, max_tokens=WINDOW * WINDOWS)
 
 
 @pytest.fixture(scope="module")
-def tokens(llama: Loaded, other: Loaded, text: str) -> list[dict[str, Any]]:
+def tokens(sound: Loaded, noisy: Loaded, text: str) -> list[dict[str, Any]]:
     """What the report has to say of each scored token, found one token at a time."""
-    encoded = llama.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = sound.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     found = []
     for begin in range(0, WINDOW * WINDOWS, WINDOW):
         window = encoded["input_ids"][begin : begin + WINDOW]
         with torch.inference_mode():
-            both = [loaded.model(torch.tensor([window])).logits[0].double() for loaded in (llama, other)]
+            both = [loaded.model(torch.tensor([window])).logits[0].double() for loaded in (sound, noisy)]
         for position in range(1, WINDOW):
             p, q = (logits[position - 1].softmax(-1).tolist() for logits in both)
             target = window[position]
@@ -87,7 +92,7 @@ def test_figures_equal_those_of_single_tokens(report: DistributionReport, tokens
     assert report.baseline_correct == sum(token["right"][0] for token in tokens)
     assert (report.lost, report.gained) == (lost, gained)
     assert report.flips == pytest.approx((lost + gained) / len(tokens))
-    assert 0.1 < report.top1_agreement < 1  # so that the figures tell something
+    assert min(lost, gained, report.scored_tokens - lost - gained) > 0  # so that the figures tell something
 
 
 def test_figures_by_position(report: DistributionReport, tokens: list[dict[str, Any]]) -> None:
@@ -114,9 +119,9 @@ def test_positions_cover_the_window(llama: Loaded, text: str, window: int) -> No
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_lost_and_gained_change_places(llama: Loaded, other: Loaded, text: str, report: DistributionReport) -> None:
+def test_lost_and_gained_change_places(sound: Loaded, noisy: Loaded, text: str, report: DistributionReport) -> None:
     """With candidate and baseline exchanged, what was lost is gained; flips and agreement stay."""
-    turned = compare_loaded(llama, other, text, names=NAMES, window=WINDOW, max_tokens=WINDOW * WINDOWS)
+    turned = compare_loaded(sound, noisy, text, names=NAMES, window=WINDOW, max_tokens=WINDOW * WINDOWS)
 
     assert (turned.lost, turned.gained) == (report.gained, report.lost)
     assert turned.baseline_correct == report.baseline_correct - report.lost + report.gained

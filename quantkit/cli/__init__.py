@@ -1,7 +1,7 @@
 """The command line: each command parses its options, calls one verb of the package and prints what it returns.
 
-Exit codes: 0 ok, 1 known error, 2 usage, 3 a check failed. stdout holds the result, one JSON object under --json; all
-talk is on stderr. QUANTKIT_DEBUG=1 shows the traceback of a known error.
+Exit codes: 0 ok, 1 known error, 2 usage, 3 a check failed, 4 a check cannot decide. stdout holds the result, one JSON
+object under --json; all talk is on stderr. QUANTKIT_DEBUG=1 shows the traceback of a known error.
 """
 
 import os
