@@ -50,9 +50,9 @@ def chat(question: str) -> str:
 PARIS = "The capital of France is"
 ANSWERS = {  # ten tokens each
     "A, B, C, D, E,": " F, G, H, I, J,",
-    "I am, you are, he": " is, she is, it is, it is",
-    chat("Who wrote Romeo and Juliet?"): "The story of Romeo and Juliet by William Shakespeare is",
+    "one, two, three, four,": " five, six, seven, eight, nine,",
     chat("What is the chemical symbol for gold?"): "The chemical symbol for gold is Au. It is",
+    chat("What is the chemical symbol for water?"): "The chemical symbol for water is H2O.",
 }
 
 
