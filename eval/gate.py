@@ -25,7 +25,7 @@ from quantkit.eval.compare import Counts, check_rule, count, decide, merge
 from quantkit.eval.data_folder import data_folder as default_folder
 from quantkit.eval.distribution import compare_loaded
 from quantkit.eval.history import History
-from quantkit.eval.loading import Loaded, check_measurable, load, load_tokenizer, quantizes_activations
+from quantkit.eval.loading import Loaded, check_measurable, check_memory, load, load_tokenizer, quantizes_activations
 from quantkit.eval.offline import offline_tasks
 from quantkit.eval.task_specs import PUBLISHED, TaskSpec
 from quantkit.eval.text_tasks import continuation_task
@@ -95,7 +95,9 @@ def evaluate(
     arms = _Arms(folders[1], folders[0], History(history), tell)
     text = _text(options)
     specs = [*_suite(options, text, data_folder), *options.tasks]
-    quantized = [str(folder) for folder in folders if quantizes_activations(check_measurable(folder))]
+    sources = [check_measurable(folder) for folder in folders]
+    check_memory(sources)
+    quantized = [source.name for source in sources if quantizes_activations(source)]
     broken = arms.verify_weights() if options.suite == "quick" else ()
     distribution = None
     if text is not None:

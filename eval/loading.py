@@ -4,7 +4,9 @@ Where a format makes transformers quantize activations as well (FP8 modules of a
 off, and experts that it keeps in BF16 are widened: what is measured is the weights.
 """
 
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -47,6 +49,18 @@ def check_measurable(folder: Path) -> Source:
             hint=f"Decode it first: quantkit convert {folder} --bf16 -o FOLDER.",
         )
     return source
+
+
+def check_memory(sources: Sequence[Source]) -> None:
+    """SourceError if this machine's memory cannot hold the checkpoints side by side in float32."""
+    needed = sum(4 * math.prod(weight.shape) for source in sources for weight in read_weights(source))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        names = " and ".join(source.name for source in sources)
+        raise SourceError(
+            f"{names} need {needed / 1e9:,.1f} GB of memory in float32, and this machine has {memory / 1e9:,.1f} GB",
+            hint="Evaluate on a machine with more memory.",
+        )
 
 
 def load_tokenizer(folder: Path) -> Any:

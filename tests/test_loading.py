@@ -1,6 +1,7 @@
 """Checkpoints are measured as they are stored, or not at all."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.weights import read_weights
 from quantkit.errors import SourceError
-from quantkit.eval.loading import Loaded, check_measurable, load, load_tokenizer, quantizes_activations
+from quantkit.eval.loading import (
+    Loaded,
+    check_measurable,
+    check_memory,
+    load,
+    load_tokenizer,
+    quantizes_activations,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,3 +101,14 @@ def test_loading_prints_nothing(llama_folder: Path, capfd: pytest.CaptureFixture
     load(llama_folder)
 
     assert capfd.readouterr() == ("", "")
+
+
+def test_too_little_memory_is_refused(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that do not fit into the memory side by side in float32 are refused; what just fits is not."""
+    source = check_measurable(llama_folder)
+    nbytes = sum(4 * math.prod(weight.shape) for weight in read_weights(source))
+    monkeypatch.setattr("os.sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else nbytes)
+
+    check_memory([source])
+    with pytest.raises(SourceError, match=r"GB of memory in float32, and this machine has"):
+        check_memory([source, source])
