@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from quantkit.inspection import inspect
     from quantkit.recipe import Recipe, load_recipe
     from quantkit.report import Manifest
+    from quantkit.serving import Deployment, plan_serving
     from quantkit.verification import verify
 
 __all__ = [
+    "Deployment",
     "Manifest",
     "Options",
     "QuantkitError",
@@ -28,11 +30,13 @@ __all__ = [
     "evaluate",
     "inspect",
     "load_recipe",
+    "plan_serving",
     "preview",
     "verify",
 ]
 
 _HOMES = {
+    "Deployment": "serving",
     "Manifest": "report",
     "Options": "conversion",
     "QuantkitError": "errors",
@@ -41,6 +45,7 @@ _HOMES = {
     "evaluate": "eval.gate",
     "inspect": "inspection",
     "load_recipe": "recipe",
+    "plan_serving": "serving",
     "preview": "conversion",
     "verify": "verification",
 }

@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from quantkit.capacity.report import CapacityReport, PublishedFigures
+from quantkit.capacity.tables import tables
 from quantkit.errors import QuantkitError
 from quantkit.eval.offline import OfflineData
 from quantkit.remote import PublishReport
@@ -49,6 +51,8 @@ def show(report: Report, *, as_json: bool) -> None:
         _show_publication(report)
     elif isinstance(report, OfflineData):
         _show_offline_data(report)
+    elif isinstance(report, CapacityReport | PublishedFigures):
+        _show_capacity(report)
     for warning in getattr(report, "warnings", ()):
         _ERR.print(f"[yellow]warning:[/] {escape(warning)}")
 
@@ -176,6 +180,15 @@ def _show_inspection(result: Inspection) -> None:
         f"{result.parameters:,} parameters, {result.total_bytes:,} bytes in {result.num_tensors:,} tensors "
         f"and {result.num_shards} shards"
     )
+
+
+def _show_capacity(report: CapacityReport | PublishedFigures) -> None:
+    for content in tables(report):
+        table = _table(escape(content.title), *content.headings)
+        for row in content.rows:
+            table.add_row(*map(escape, row))
+        table.columns[-1].no_wrap = False
+        _OUT.print(table)
 
 
 def _show_accuracy(report: AccuracyReport) -> None:

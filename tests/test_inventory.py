@@ -4,6 +4,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ TOY: dict[str, Any] = {
     "vocab_size": 1000,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
+CONFIGS = Path(__file__).parent / "fixtures" / "configs"
 FULL_LAYERS_OF_GLM_5_2 = [0, 1, 2, *range(6, 75, 4)]
 
 
@@ -273,9 +275,9 @@ def test_without_a_schedule_every_layer_has_an_indexer(keys: dict[str, Any]) -> 
     assert layers_with(toy(**keys), ".indexer.") == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("quantization", [None, ..., {"quant_method": "compressed-tensors"}])
-def test_a_model_that_is_not_fp8_is_bf16(quantization: Any) -> None:
-    """Without FP8 in the config every weight is one BF16 tensor, and the bias stays F32."""
+@pytest.mark.parametrize("quantization", [None, ..., {}], ids=["null", "missing", "empty"])
+def test_a_model_that_is_not_quantized_is_bf16(quantization: Any) -> None:
+    """Without a quantization in the config every weight is one BF16 tensor, and the bias stays F32."""
     source = toy(quantization_config=quantization)
 
     assert specs_below(source, "model.layers.0.self_attn.kv_a_proj_with_mqa") == {"weight": ("BF16", (144, 320))}
@@ -331,7 +333,7 @@ def test_a_size_that_is_none_is_refused(key: str, value: Any) -> None:
         toy(**{key: value})
 
 
-@pytest.mark.parametrize("model_type", ["llama", "glm4_moe", "", None, ...])
+@pytest.mark.parametrize("model_type", ["llama", "glm5_next", "", None, ...])
 def test_an_unknown_model_type_is_refused(model_type: Any) -> None:
     """The message names the model and its type; the hint says which are known and what to give instead."""
     with pytest.raises(SourceError, match=r"toy: .*model type") as caught:
@@ -348,3 +350,163 @@ def test_text_that_is_no_config_is_refused(text: str) -> None:
     """A config.json that is not a JSON object is a SourceError, as it is for a folder."""
     with pytest.raises(SourceError, match="toy: config"):
         inventory("toy", text)
+
+
+# --- other families and other kinds of storage
+
+
+def config_of(model: str) -> str:
+    """The published config of a model: an alias, or a file of the fixtures."""
+    alias = find_alias(model)
+    return alias.config_text if alias else (CONFIGS / f"{model}.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "nbytes"),
+    [
+        ("glm-5.2", 118_629, 755_617_140_416),
+        ("nvidia-glm-5.2-nvfp4", 232_385, 464_795_267_072),
+        ("kimi-k2.6", 208_550, 595_148_192_736),
+        ("kimi-k2.5", 208_550, 595_148_192_736),
+    ],
+)
+def test_published_totals_are_exact(model: str, tensors: int, nbytes: int) -> None:
+    """FP8 blocks, NVFP4 and native INT4 with a vision tower have the published number of tensors and bytes."""
+    source = inventory(model, config_of(model))
+
+    assert (len(source.tensors), source.nbytes) == (tensors, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes"),
+    [("kimi-k2-thinking", 594.2), ("kimi-k2-instruct", 1029.2), ("glm-4.5", 716.7), ("glm-5", 1507.7)],
+)
+def test_published_sizes_come_out(model: str, gigabytes: float) -> None:
+    """Where only a size is published, it is ours to its last digit."""
+    assert round(inventory(model, config_of(model)).nbytes / 1e9, 1) == gigabytes
+
+
+def test_glm_4_has_kv_heads_biases_and_norms() -> None:
+    """GLM-4.x has 96 query and 8 KV heads of 128; q, k and v have a bias, q and k a norm."""
+    attention = specs_below(inventory("glm-4.7", config_of("glm-4.7")), "model.layers.5.self_attn")
+
+    assert attention == {
+        "q_proj.weight": ("BF16", (12288, 5120)),
+        "q_proj.bias": ("BF16", (12288,)),
+        "k_proj.weight": ("BF16", (1024, 5120)),
+        "k_proj.bias": ("BF16", (1024,)),
+        "v_proj.weight": ("BF16", (1024, 5120)),
+        "v_proj.bias": ("BF16", (1024,)),
+        "o_proj.weight": ("BF16", (5120, 12288)),
+        "q_norm.weight": ("BF16", (128,)),
+        "k_norm.weight": ("BF16", (128,)),
+    }
+
+
+def test_glm_4s_mtp_layer_has_its_own_embedding_and_head() -> None:
+    """GLM-4.x repeats embedding and head in its MTP layer, unlike GLM-5.x."""
+    source = inventory("glm-4.5-air", config_of("glm-4.5-air"))
+
+    vocabulary = ("BF16", (151552, 4096))
+    mtp = specs_below(source, "model.layers.46")
+    assert (mtp["embed_tokens.weight"], mtp["shared_head.head.weight"]) == (vocabulary, vocabulary)
+    assert not layers_with(source, "q_norm")
+
+
+def test_kimi_is_int4_in_its_experts_only() -> None:
+    """Native INT4 packs eight codes into a word with a BF16 scale for each 32; all else is BF16."""
+    source = inventory("kimi-k2.6", config_of("kimi-k2.6"))
+
+    assert specs_below(source, "language_model.model.layers.1.mlp.experts.383.down_proj") == {
+        "weight_packed": ("I32", (7168, 256)),
+        "weight_scale": ("BF16", (7168, 64)),
+        "weight_shape": ("I32", (2,)),
+    }
+    packed = [TensorName.parse(name).role for name in source.tensors if name.endswith("weight_packed")]
+    assert Counter(packed) == {Role.ROUTED_EXPERT: 60 * 384 * 3}
+    assert source.num_hidden_layers == 61
+
+
+def test_every_name_of_kimi_is_understood() -> None:
+    """Behind the prefix `language_model.` and in the vision tower no tensor has the role `other`."""
+    names = [
+        name
+        for name in inventory("kimi-k2.6", config_of("kimi-k2.6")).tensors
+        if ".experts." not in name or ".experts.7." in name
+    ]
+
+    roles = Counter(TensorName.parse(name).role for name in names)
+    assert roles[Role.VISION] == 335
+    assert Role.OTHER not in roles
+
+
+def test_nvfp4_has_two_codes_in_a_byte_and_a_scale_for_16() -> None:
+    """A ModelOpt weight is U8 with FP8 scales and two numbers for the whole; what the config ignores is BF16."""
+    source = inventory("nvfp4", config_of("nvidia-glm-5.2-nvfp4"))
+
+    assert specs_below(source, "model.layers.3.mlp.experts.0.gate_proj") == {
+        "weight": ("U8", (2048, 3072)),
+        "weight_scale": ("F8_E4M3", (2048, 384)),
+        "weight_scale_2": ("F32", ()),
+        "input_scale": ("F32", ()),
+    }
+    assert specs_below(source, "model.layers.78.mlp.experts.0.gate_proj") == {"weight": ("BF16", (2048, 6144))}
+
+
+FP8_GROUP = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "block_structure": [128, 128]}}
+
+
+def test_compressed_tensors_fp8_blocks_are_understood() -> None:
+    """A config group of FP8 blocks gives `weight_scale`, and `ignore` takes modules out of it."""
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": FP8_GROUP},
+        "ignore": ["re:.*kv_b_proj$"],
+    }
+    attention = specs_below(toy(quantization_config=quantization), "model.layers.0.self_attn")
+
+    assert attention["kv_a_proj_with_mqa.weight_scale"] == ("F32", (2, 3))
+    assert attention["kv_b_proj.weight"] == ("BF16", (240, 128))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "awq"}, "'awq'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt' FP8"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_7": {
+                        "targets": ["Linear"],
+                        "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+                    }
+                },
+            },
+            "group_7 .*type float, num_bits 8, strategy channel",
+        ),
+    ],
+    ids=["no groups", "awq", "modelopt fp8", "channel"],
+)
+def test_storage_that_is_not_understood_is_named(quantization: dict[str, Any], words: str) -> None:
+    """Another quantization is refused by the name of its method or group, instead of being taken for BF16."""
+    with pytest.raises(SourceError, match=f"toy: .*{words}"):
+        toy(quantization_config=quantization)
+
+
+def test_all_missing_keys_are_named() -> None:
+    """A config that lacks several sizes is refused once, with all their names."""
+    with pytest.raises(SourceError, match=r"toy: its config has no hidden_size, kv_lora_rank, index_head_dim,"):
+        toy(hidden_size=..., kv_lora_rank=..., index_head_dim=...)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("glm-4.7-flash", "n_shared_experts"), ("glm-5.3", "model type None"), ("glm-5.3-flash", "'glm5_next'")],
+)
+def test_an_incomplete_config_is_refused_by_name(model: str, words: str) -> None:
+    """What is published of these models does not say their tensors, and the message says what is missing."""
+    with pytest.raises(SourceError, match=f"{model}: .*{words}"):
+        inventory(model, config_of(model))

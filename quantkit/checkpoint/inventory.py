@@ -1,67 +1,138 @@
-"""The tensor headers of a published GLM-5.x model, made from its config alone, so that a plan needs no weights.
+"""The tensor headers of a published GLM or Kimi model, made from its config alone, so that a plan needs no weights.
 
-Shapes: `configuration_glm_moe_dsa.py` and `modeling_glm_moe_dsa.py` of transformers 5.17; checked against the published
-index of GLM-5.2-FP8 (118,629 tensors, 755,617,140,416 bytes).
+Shapes: `modeling_glm_moe_dsa.py`, `modeling_glm4_moe.py`, `modeling_glm4_moe_lite.py`, `modeling_deepseek_v3.py` of
+transformers 5.17 and `modeling_kimi_k25.py` of the Hub. Checked against published totals: GLM-5.2-FP8 (118,629 tensors,
+755,617,140,416 bytes), nvidia/GLM-5.2-NVFP4 (232,385 tensors, 464,795,267,072 bytes), Kimi K2.6 (208,550 tensors,
+595,148,192,736 bytes) and, in GB, GLM-4.5 (716.7).
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from quantkit.checkpoint.header import TensorSpec, lay_out
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.weights import fp8_block_specs
+from quantkit.checkpoint.storage import storage
+from quantkit.checkpoint.vision import vision_tower
 from quantkit.errors import SourceError
 
-_MODEL_TYPES = ("glm_moe_dsa",)
+_MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_GQA_KEYS = ("num_key_value_heads", "head_dim", "attention_bias", "use_qk_norm")
+_DSA_KEYS = ("index_n_heads", "index_head_dim")
+_KEYS = (
+    "num_hidden_layers",
+    "first_k_dense_replace",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_attention_heads",
+    "vocab_size",
+)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What the models of one `model_type` have in common.
+
+    keys             what their config must hold besides what all need
+    mla              multi-head latent attention, else grouped-query attention
+    indexer          DeepSeek sparse attention: some layers have an indexer
+    own_mtp_head     the MTP layer has an embedding and a head of its own
+    prefix           of the language model's tensors
+    vision           a vision tower and its projector come along
+    shape_dtype      of INT4's `weight_shape`
+    """
+
+    keys: tuple[str, ...]
+    mla: bool = True
+    indexer: bool = False
+    own_mtp_head: bool = True
+    prefix: str = ""
+    vision: bool = False
+    shape_dtype: str = "I64"
+
+
+_FAMILIES = {
+    "glm_moe_dsa": _Family((*_MLA_KEYS, *_DSA_KEYS), indexer=True, own_mtp_head=False),
+    "glm4_moe": _Family(_GQA_KEYS, mla=False),
+    "glm4_moe_lite": _Family(_MLA_KEYS),
+    "kimi_k2": _Family(_MLA_KEYS, shape_dtype="I32"),
+    "kimi_k25": _Family(_MLA_KEYS, prefix="language_model.", vision=True, shape_dtype="I32"),
+}
 
 
 def inventory(name: str, config_text: str) -> Source:
     """A source without weights, one shard for each layer, from the text of a config.json.
 
-    Raises SourceError for a model type that is not known and for a config that lacks a key, naming it.
+    Raises SourceError for a model type or a quantization that is not known, and for a config that lacks keys, naming
+    them.
     """
-    config = Source(name, None, config_text, {}).config
-    if config.get("model_type") not in _MODEL_TYPES:
+    source = Source(name, None, config_text, {})
+    family = _FAMILIES.get(str(source.config.get("model_type")))
+    if family is None:
         raise SourceError(
-            f"{name}: the tensors of model type {config.get('model_type')!r} cannot be told from its config",
-            hint=f"Known: {', '.join(_MODEL_TYPES)}. Give a folder with the weights instead.",
+            f"{name}: the tensors of model type {source.config.get('model_type')!r} cannot be told from its config",
+            hint=f"Known: {', '.join(_FAMILIES)}. Give a folder with the weights instead.",
         )
+    config = source.text_config
+    if missing := [key for key in (*_KEYS, *family.keys) if key not in config]:
+        raise SourceError(f"{name}: its config has no {', '.join(missing)}, which its tensors' shapes need")
     try:
-        model = _Glm(config)
-        num_layers = config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)
-        shards = {"model-top.safetensors": tuple(model.top())}
-        for layer in range(num_layers):
-            shards[f"model-layer-{layer:03}.safetensors"] = tuple(model.layer(layer))
+        shards = dict(_shards(_Model(name, config, family), source.config))
     except KeyError as error:
         raise SourceError(f"{name}: its config has no {error.args[0]}, which its tensors' shapes need") from None
-    except (TypeError, ValueError, IndexError) as error:
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
         raise SourceError(f"{name}: its config holds a value that makes no shape: {error}") from None
     tensors = {tensor.spec.name: tensor for shard, specs in shards.items() for tensor in lay_out(specs, shard)[1]}
     return Source(name, None, config_text, tensors)
 
 
-class _Glm:
-    """The tensors of GlmMoeDsaForCausalLM as published: FP8 blocks where the config says so, else BF16."""
+def has_indexer(config: dict[str, Any], layer: int) -> bool:
+    """Whether a layer of a model with sparse attention has an indexer; `config` is the language model's.
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
+    IndexShare: full layers carry an indexer, shared ones use the last full one's; an MTP layer has its own.
+    """
+    types = config.get("indexer_types")
+    if layer >= config["num_hidden_layers"]:
+        return True
+    if types:
+        return bool(types[layer] == "full")
+    frequency = config.get("index_topk_freq") or 1
+    return max(layer - (config.get("index_skip_topk_offset") or 0) + 1, 0) % frequency == 0
+
+
+def _shards(model: "_Model", config: dict[str, Any]) -> Iterator[tuple[str, tuple[TensorSpec, ...]]]:
+    yield "model-top.safetensors", tuple(model.top())
+    num_layers = model.config["num_hidden_layers"] + (model.config.get("num_nextn_predict_layers") or 0)
+    for layer in range(num_layers):
+        yield f"model-layer-{layer:03}.safetensors", tuple(model.layer(layer))
+    if model.family.vision:
+        yield "model-vision.safetensors", tuple(vision_tower(config["vision_config"]))
+
+
+class _Model:
+    """The tensors of one language model; `config` is its own, not that of a model with vision round it."""
+
+    def __init__(self, name: str, config: dict[str, Any], family: _Family) -> None:
+        self.config, self.family = config, family
         self.hidden: int = config["hidden_size"]
         quantization = config.get("quantization_config") or {}
-        block = tuple(quantization.get("weight_block_size") or (128, 128))
-        self.block = block if quantization.get("quant_method") == "fp8" else None
+        self.linear = storage(name, quantization, config["num_hidden_layers"], family.shape_dtype)
 
     def top(self) -> Iterator[TensorSpec]:
-        vocabulary = (self.config["vocab_size"], self.hidden)
-        yield self._plain("model.embed_tokens.weight", *vocabulary)
-        yield self._plain("model.norm.weight", self.hidden)
-        yield self._plain("lm_head.weight", *vocabulary)
+        prefix = self.family.prefix
+        yield from self._embedding(f"{prefix}model.embed_tokens")
+        yield self._plain(f"{prefix}model.norm.weight", self.hidden)
+        yield from self._embedding(f"{prefix}lm_head")
 
     def layer(self, layer: int) -> Iterator[TensorSpec]:
-        prefix = f"model.layers.{layer}"
+        prefix = f"{self.family.prefix}model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield self._plain(f"{prefix}.{norm}.weight", self.hidden)
-        yield from self._attention(f"{prefix}.self_attn")
-        if self._has_indexer(layer):
+        yield from (self._mla if self.family.mla else self._gqa)(f"{prefix}.self_attn")
+        if self.family.indexer and has_indexer(self.config, layer):
             yield from self._indexer(f"{prefix}.self_attn.indexer")
         if layer < self.config["first_k_dense_replace"]:
             yield from self._mlp(f"{prefix}.mlp", self.config["intermediate_size"])
@@ -70,18 +141,9 @@ class _Glm:
         if layer >= self.config["num_hidden_layers"]:
             yield from self._mtp(prefix)
 
-    def _attention(self, prefix: str) -> Iterator[TensorSpec]:
-        heads, q_rank, kv_rank, rope, nope, value = (
-            self.config[key]
-            for key in (
-                "num_attention_heads",
-                "q_lora_rank",
-                "kv_lora_rank",
-                "qk_rope_head_dim",
-                "qk_nope_head_dim",
-                "v_head_dim",
-            )
-        )
+    def _mla(self, prefix: str) -> Iterator[TensorSpec]:
+        q_rank, kv_rank, nope, rope, value = (self.config[key] for key in _MLA_KEYS)
+        heads = self.config["num_attention_heads"]
         yield from self._linear(f"{prefix}.q_a_proj", q_rank, self.hidden)
         yield self._plain(f"{prefix}.q_a_layernorm.weight", q_rank)
         yield from self._linear(f"{prefix}.q_b_proj", heads * (nope + rope), q_rank)
@@ -90,8 +152,20 @@ class _Glm:
         yield from self._linear(f"{prefix}.kv_b_proj", heads * (nope + value), kv_rank)
         yield from self._linear(f"{prefix}.o_proj", self.hidden, heads * value)
 
+    def _gqa(self, prefix: str) -> Iterator[TensorSpec]:
+        kv_heads, head_dim, bias, norm = (self.config[key] for key in _GQA_KEYS)
+        heads = self.config["num_attention_heads"]
+        for projection, rows in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
+            yield from self._linear(f"{prefix}.{projection}_proj", rows, self.hidden)
+            if bias:
+                yield self._plain(f"{prefix}.{projection}_proj.bias", rows)
+        yield from self._linear(f"{prefix}.o_proj", self.hidden, heads * head_dim)
+        if norm:
+            yield self._plain(f"{prefix}.q_norm.weight", head_dim)
+            yield self._plain(f"{prefix}.k_norm.weight", head_dim)
+
     def _indexer(self, prefix: str) -> Iterator[TensorSpec]:
-        heads, head_dim = self.config["index_n_heads"], self.config["index_head_dim"]
+        heads, head_dim = (self.config[key] for key in _DSA_KEYS)
         yield from self._linear(f"{prefix}.wq_b", heads * head_dim, self.config["q_lora_rank"])
         yield from self._linear(f"{prefix}.wk", head_dim, self.hidden)
         yield self._plain(f"{prefix}.weights_proj.weight", heads, self.hidden)
@@ -115,23 +189,16 @@ class _Glm:
         for norm in ("enorm", "hnorm", "shared_head.norm"):
             yield self._plain(f"{prefix}.{norm}.weight", self.hidden)
         yield self._plain(f"{prefix}.eh_proj.weight", self.hidden, 2 * self.hidden)
+        if self.family.own_mtp_head:
+            yield from self._embedding(f"{prefix}.embed_tokens")
+            yield from self._embedding(f"{prefix}.shared_head.head")
 
-    def _has_indexer(self, layer: int) -> bool:
-        """IndexShare: full layers carry an indexer, shared ones use the last full one's; MTP has its own."""
-        types = self.config.get("indexer_types")
-        if layer >= self.config["num_hidden_layers"]:
-            return True
-        if types:
-            return bool(types[layer] == "full")
-        frequency = self.config.get("index_topk_freq") or 1
-        return max(layer - (self.config.get("index_skip_topk_offset") or 0) + 1, 0) % frequency == 0
+    def _embedding(self, module: str) -> Iterator[TensorSpec]:
+        yield self._plain(f"{module}.weight", self.config["vocab_size"], self.hidden)
 
     def _linear(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-        plain = self._plain(f"{module}.weight", rows, columns)
-        if self.block:
-            yield from fp8_block_specs(module, (rows, columns), self.block, "weight_scale_inv")
-        else:
-            yield plain
+        self._plain(f"{module}.weight", rows, columns)  # refuses what is no shape
+        yield from self.linear(module, rows, columns)
 
     def _plain(self, name: str, *shape: int) -> TensorSpec:
         if min(shape) < 1:

@@ -20,8 +20,13 @@ def open_model(model: str | Path, revision: str | None = None) -> Source:
 
 
 def describe_model(model: str | Path, revision: str | None = None) -> Source:
-    """The headers of the checkpoint called `model`, without its weights: a folder's own, else made from its config."""
+    """The headers of the checkpoint called `model`, without its weights: a folder's own, else made from its config.
+
+    A config may also be given itself, as a JSON file.
+    """
     name = str(model)
+    if name.endswith(".json") and Path(model).is_file():
+        return inventory(name, _read(Path(model)))
     if _is_local(model, revision):
         return open_source(Path(model), name)
     if alias := find_alias(name):
@@ -47,3 +52,10 @@ def _repository(name: str, revision: str | None) -> tuple[str, str | None]:
             hint="Check the path.",
         )
     return name, revision
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path}: cannot be read as UTF-8 text: {error}") from error

@@ -55,10 +55,16 @@ class Source:
         return str(self.config.get("model_type"))
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """The config of the language model: `text_config` where a vision model is round it, else all of it."""
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, dict) else self.config
+
+    @property
     def num_hidden_layers(self) -> int:
         """The number of main layers; layers from here on are MTP layers."""
         try:
-            return int(self.config["num_hidden_layers"])
+            return int(self.text_config["num_hidden_layers"])
         except (KeyError, TypeError, ValueError):
             raise SourceError(f"{self.name}: {CONFIG_FILE} has no valid num_hidden_layers") from None
 

@@ -23,7 +23,7 @@ from quantkit.naming import TensorName
 
 FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
 _FP8_SCALES = ("weight_scale_inv", "weight_scale")
-_NOT_UNDERSTOOD = ("weight_zero_point", "weight_g_idx", "qweight", "qzeros")
+_NOT_UNDERSTOOD = ("weight_zero_point", "weight_g_idx", "qweight", "qzeros", "weight_scale_2")
 _INT4_SCALE, _INT4_SHAPE = "weight_scale", "weight_shape"
 CODES_PER_WORD = 8  # 4-bit codes in an int32
 
@@ -98,10 +98,13 @@ def read_weights(source: Source) -> tuple[Weight, ...]:
         else:
             continue
         used.update(stored.spec.name for stored in weights[-1].tensors)
-    for tensor in source.tensors.values():
-        if tensor.spec.name not in used:
-            weights.append(_plain_weight(tensor))
-    return tuple(weights)
+    left = [tensor for tensor in source.tensors.values() if tensor.spec.name not in used]
+    for name in (TensorName.parse(tensor.spec.name) for tensor in left):
+        if name.leaf in _NOT_UNDERSTOOD:
+            raise SourceError(
+                f"{name}: quantized weights with {name.leaf} are not understood; they would come out wrong"
+            )
+    return (*weights, *map(_plain_weight, left))
 
 
 def fp8_block_specs(module: str, shape: tuple[int, ...], block: tuple[int, int], scale: str) -> tuple[TensorSpec, ...]:
@@ -183,8 +186,6 @@ def _plain_weight(tensor: StoredTensor) -> Weight:
             f"{name} is the scale or shape of a weight that is not there",
             hint="A shard or an index entry is missing; download the checkpoint again.",
         )
-    if name.leaf in _NOT_UNDERSTOOD:
-        raise SourceError(f"{name}: quantized weights with {name.leaf} are not understood; they would come out wrong")
     if tensor.spec.dtype.startswith("F8"):
         raise SourceError(f"{name} is {tensor.spec.dtype}, which is understood only as a module's `weight`")
     return Weight(name, Encoding.PLAIN, tensor.spec.shape, tensor)

@@ -13,6 +13,7 @@ import typer
 from quantkit.cli.convert import convert
 from quantkit.cli.eval import evaluate
 from quantkit.cli.inspect import inspect
+from quantkit.cli.plan import plan
 from quantkit.cli.push import push
 from quantkit.cli.verify import verify
 from quantkit.errors import QuantkitError
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command()(convert)
 app.command()(verify)
 app.command()(inspect)
+app.command()(plan)
 app.command("eval")(evaluate)
 app.command()(push)
 

@@ -1,0 +1,18 @@
+"""The choices of a KV cache, apart from what they mean so that the command line can list them quickly."""
+
+from enum import StrEnum
+
+
+class KvLayout(StrEnum):
+    """How the KV cache stores a token."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"  # plain, with a scale for the whole layer
+    FP8_DS_MLA = "fp8_ds_mla"  # latent in FP8 with scales inside, rope part in BF16
+
+
+class IndexCache(StrEnum):
+    """Which layers of a model with sparse attention get an index cache."""
+
+    INDEXERS = "indexers"  # those that have an indexer: vLLM
+    ALL = "all"  # every layer: SGLang
