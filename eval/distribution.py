@@ -32,7 +32,7 @@ def compare_distributions(
     window      tokens in one forward pass; windows do not overlap, and the first token of each is not scored
     max_tokens  at most so many tokens from the start of the text are used
     """
-    content = _read(Path(text))
+    content = read_text(Path(text))
     for folder in (baseline, candidate):
         check_measurable(Path(folder))
     return compare_loaded(
@@ -117,7 +117,8 @@ def _by_position(totals: torch.Tensor, scored_bytes: torch.Tensor, count: int) -
     return tuple(found)
 
 
-def _read(text: Path) -> str:
+def read_text(text: Path) -> str:
+    """The content of a UTF-8 file; UsageError if it cannot be read as that."""
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -23,7 +23,7 @@ from quantkit.errors import OutputError, UsageError
 from quantkit.eval import accuracy, runs
 from quantkit.eval.compare import Counts, check_rule, count, decide, merge
 from quantkit.eval.data_folder import data_folder as default_folder
-from quantkit.eval.distribution import compare_loaded
+from quantkit.eval.distribution import compare_loaded, read_text
 from quantkit.eval.history import History
 from quantkit.eval.loading import Loaded, check_measurable, check_memory, load, load_tokenizer, quantizes_activations
 from quantkit.eval.offline import offline_tasks
@@ -119,10 +119,7 @@ def write_report(report: AccuracyReport, folder: Path) -> None:
 
 def _text(options: Options) -> str | None:
     if options.text is not None:
-        try:
-            return options.text.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{options.text}: cannot be read as UTF-8 text: {error}") from error
+        return read_text(options.text)
     if options.suite == "quick":
         return (resources.files("quantkit.eval") / "texts" / "django-docs.txt").read_text(encoding="utf-8")
     return None

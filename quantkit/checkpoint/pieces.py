@@ -33,8 +33,7 @@ class _Buffers(threading.local):
         return array
 
 
-buffer = _Buffers()
-"""`buffer(key, shape, dtype)`: the calling thread's array of that key, with whatever was in it before."""
+_buffer = _Buffers()  # (key, shape, dtype): the calling thread's array of that key, with whatever was in it before
 
 
 def byte_ranges(nbytes: int) -> Iterator[tuple[int, int]]:
@@ -61,7 +60,7 @@ class Reader:
 
     def tensor_bytes(self, tensor: StoredTensor, begin: int, end: int, key: str = "data") -> npt.NDArray[np.uint8]:
         """The bytes `begin` to `end` of a tensor."""
-        array: npt.NDArray[np.uint8] = buffer(key, (end - begin,), np.uint8)
+        array: npt.NDArray[np.uint8] = _buffer(key, (end - begin,), np.uint8)
         self.source.read_into(tensor, begin, array.data)
         return array
 
