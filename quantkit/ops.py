@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.formats.global_scale import nvfp4_exponent as nvfp4_exponent
+
 if TYPE_CHECKING:
+    import torch
+
     from quantkit.kernels.int4_error import Int4Error
+    from quantkit.kernels.nvfp4_error import Nvfp4Error
+    from quantkit.kernels.nvfp4_groups import Nvfp4Counts
 
 Backend = Literal["compiled", "reference"]
 Bytes = npt.NDArray[np.uint8]
@@ -122,10 +128,33 @@ def fp8_block_to_float(weight: Bytes, scale: Scales, block: tuple[int, int]) -> 
 
 
 def to_float32(data: Bytes, dtype: str) -> npt.NDArray[np.float32]:
-    """The numbers of BF16, F16 or F32 bytes, exactly."""
+    """The numbers of BF16, F16, F32 or E8M0 bytes (safetensors' F8_E8M0, or U8), exactly; E8M0 has no zero."""
     if dtype == "BF16":
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype in ("F8_E8M0", "U8"):
+        return np.where(data == 0xFF, np.float32(np.nan), np.exp2(data.astype(np.float32) - 127))
     return data.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32)
+
+
+def to_bf16(values: Floats) -> Bf16Bits:
+    """The BF16 numbers nearest to finite float32 ones, ties to even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded: Bf16Bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
+
+
+def int4_to_float(packed: Words, scale: Bf16Bits) -> npt.NDArray[np.float32]:
+    """Decode INT4 `packed` [N, K/8] with `scale` [N, K/g] exactly: four bits times eight."""
+    codes = unpack_int4(packed).reshape(*scale.shape, -1)
+    step = to_float32(scale.reshape(-1).view(np.uint8), "BF16").reshape(scale.shape)
+    return (codes.astype(np.float32) * step[:, :, None]).reshape(len(packed), -1)
+
+
+def nvfp4_to_float(packed: Bytes, scale: Bytes, multiplier: float) -> npt.NDArray[np.float64]:
+    """Decode NVFP4 `packed` [N, K/2] with E4M3 `scale` [N, K/16]; exact if `multiplier` is."""
+    codes = unpack_nvfp4(packed).reshape(*scale.shape, -1)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    return (values[codes] * (e4m3_values()[scale] * multiplier)[:, :, None]).reshape(len(packed), -1)
 
 
 def fp8_block_to_bf16(
@@ -167,3 +196,90 @@ def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits, slack: 
     beyond = ((codes == 7) & (error / step > 0)) | ((codes == -8) & (error / step < 0))
     not_nearest = int((~((np.abs(error) <= np.abs(step) / 2 + slack * np.abs(exact)) | beyond)).sum())
     return Int4Error(float(np.square(error).sum()), float(np.square(exact).sum()), not_nearest, bad_scales=0)
+
+
+def fp8_block_to_nvfp4(
+    weight: Bytes,
+    scale: Scales,
+    block: tuple[int, int],
+    exponent: int,
+    search: bool,
+    packed: Bytes,
+    out_scale: Bytes,
+    backend: Backend = "compiled",
+) -> "Nvfp4Counts":
+    """Quantize FP8 `weight` [N, K] with `scale` [ceil(N/rows), ceil(K/columns)] into `packed` [N, K/2] (two codes a
+    byte) and `out_scale` [N, K/16] (E4M3 bytes); `exponent` and `search` as in `quantkit.formats.nvfp4.quantize`.
+
+    16 divides K and the block's columns. `bad` of the result is None, or the flat position of the first NaN.
+    """
+    if backend == "compiled":
+        from quantkit.kernels.fp8_block_to_nvfp4 import fp8_block_to_nvfp4 as kernel
+
+        counts = kernel(weight, scale, block, exponent, search, packed, out_scale)
+        return counts if counts.bad is None else counts._replace(bad=first_nan(weight))
+    import torch
+
+    from quantkit.formats import fp8_block
+
+    fp8 = torch.from_numpy(weight).view(torch.float8_e4m3fn)
+    exact = fp8_block.dequantize(fp8, torch.from_numpy(scale), block, torch.float64)
+    return _nvfp4_reference(exact, exponent, search, packed, out_scale, first_nan(weight))
+
+
+def float_to_nvfp4(
+    weight: Floats, exponent: int, search: bool, packed: Bytes, out_scale: Bytes, backend: Backend = "compiled"
+) -> "Nvfp4Counts":
+    """Quantize `weight` [N, K] into `packed` [N, K/2] and `out_scale` [N, K/16], as `fp8_block_to_nvfp4` does.
+
+    `bad` of the result is None, or the flat position of the first NaN, infinity, or number above 2^127.
+    """
+    if backend == "compiled":
+        from quantkit.kernels.float_to_nvfp4 import float_to_nvfp4 as kernel
+
+        counts = kernel(weight, exponent, search, packed, out_scale)
+        return counts if counts.bad is None else counts._replace(bad=first_unsound(weight))
+    import torch
+
+    exact = torch.from_numpy(weight)
+    return _nvfp4_reference(exact, exponent, search, packed, out_scale, first_unsound(weight))
+
+
+def _nvfp4_reference(
+    weight: "torch.Tensor", exponent: int, search: bool, packed: Bytes, out_scale: Bytes, bad: int | None
+) -> "Nvfp4Counts":
+    import torch
+
+    from quantkit.formats import nvfp4
+    from quantkit.kernels.nvfp4_groups import Nvfp4Counts
+
+    codes, stored = nvfp4.quantize(weight, exponent, search)
+    packed[:] = nvfp4.pack(codes).numpy()
+    out_scale[:] = stored.view(torch.uint8).numpy()
+    return Nvfp4Counts(bad, *nvfp4.count(weight, exponent, codes))
+
+
+def unpack_nvfp4(packed: Bytes) -> Bytes:
+    """The codes 0..15 [N, K] in `packed` [N, K/2]."""
+    return np.stack((packed & 0xF, packed >> 4), axis=2).reshape(len(packed), -1)
+
+
+def nvfp4_error(
+    weight: Bytes, scale: Scales, block: tuple[int, int], packed: Bytes, out_scale: Bytes, multiplier: float
+) -> "Nvfp4Error":
+    """What NVFP4 `packed` [N, K/2] with `out_scale` [N, K/16] lost against FP8 `weight` [N, K]; compiled only."""
+    from quantkit.kernels.nvfp4_error import nvfp4_error as kernel
+
+    return kernel(weight, scale, block, packed, out_scale, multiplier)
+
+
+def float_nvfp4_error(
+    weight: Floats, packed: Bytes, out_scale: Bytes, multiplier: float, slack: float = 0.0
+) -> "Nvfp4Error":
+    """What NVFP4 `packed` [N, K/2] with `out_scale` [N, K/16] lost against floats `weight` [N, K]; compiled only.
+
+    slack  how far `weight` may be, relatively, from the numbers that the codes were made from
+    """
+    from quantkit.kernels.nvfp4_error import float_nvfp4_error as kernel
+
+    return kernel(weight, packed, out_scale, multiplier, slack)
