@@ -229,27 +229,27 @@ def test_decode_is_the_slower_of_reading_and_computing() -> None:
     flops = 2 * (1000 + 8000 * 2 / 8) + 2 * 500 / 2  # the head in FP8, twice as fast
     attention = 2 * 2 * (2 * 4) * 10
 
-    assert serving.decode_seconds(1, 10) == pytest.approx((flops + attention) / 1e9)
+    assert serving.decode_step(1, 10).seconds == pytest.approx((flops + attention) / 1e9)
     slow = replace(serving, gpu=replace(EVEN, bandwidth_gb_s=0.1))
-    assert slow.decode_seconds(1, 10) == pytest.approx((3500 + 10 * 2 * 2 * 4 * 2) / 1e8)
+    assert slow.decode_step(1, 10).seconds == pytest.approx((3500 + 10 * 2 * 2 * 4 * 2) / 1e8)
 
 
 def test_prefill_leaves_the_head_out() -> None:
     """Only the last token of a prompt needs the head; attention is that of the mean position."""
     serving = Serving(MODEL, Parallelism(1, 1), EVEN, KvLayout.BF16)
 
-    assert serving.prefill_seconds(100) == pytest.approx(100 * (2 * 3000 + 2 * 2 * 8 * 50) / 1e9)
+    assert serving.prefill_step(100).seconds == pytest.approx(100 * (2 * 3000 + 2 * 2 * 8 * 50) / 1e9)
 
 
 def test_ranks_share_the_work() -> None:
     """Two ranks take half the time where all is shared out; what every rank holds, every rank computes."""
     one, two = (Serving(MODEL, Parallelism(n, n), EVEN, KvLayout.BF16) for n in (1, 2))
-    assert two.decode_seconds(4, 10) == pytest.approx(one.decode_seconds(4, 10) / 2)
+    assert two.decode_step(4, 10).seconds == pytest.approx(one.decode_step(4, 10).seconds / 2)
 
     router = Part(Role.ROUTER, False, "bf16", True, 10**6, 0, 1)
     whole = replace(two, model=replace(MODEL, parts=(router,)))
     spread = replace(whole, parallelism=Parallelism(2, 2, dp_attention=True))
-    assert whole.decode_seconds(4, 1) == pytest.approx(2 * spread.decode_seconds(4, 1), rel=1e-3)
+    assert whole.decode_step(4, 1).seconds == pytest.approx(2 * spread.decode_step(4, 1).seconds, rel=1e-3)
 
 
 def test_dp_attention_reads_the_requests_of_the_fullest_rank() -> None:

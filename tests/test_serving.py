@@ -16,9 +16,10 @@ from quantkit.checkpoint.locate import describe_model
 from quantkit.checkpoint.source import Source
 from quantkit.cli import app
 from quantkit.conversion import Options
-from quantkit.errors import QuantkitError, SourceError, UsageError
+from quantkit.errors import PlanError, QuantkitError, SourceError, UsageError
 from quantkit.recipe import Mtp
-from quantkit.serving import GIB, Deployment, describe, plan_serving, report
+from quantkit.serving.fit import GIB, Deployment, describe, plan_serving, report
+from quantkit.serving.published import int4_experts_only
 
 CONFIGS = Path(__file__).parent / "fixtures" / "configs"
 REFUSED = {
@@ -104,6 +105,43 @@ def test_a_conversion_is_planned_before_it_is_done(bf16_rest: CapacityReport) ->
     assert round(bf16_rest.rank_bytes / GIB, 1) == 77.9
     assert bf16_rest.recipe == "glm-5.2-int4-bf16rest"
     assert not any(role.mtp for role in bf16_rest.roles)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "gb", "gib", "rank_gib", "spread_gib"),
+    [(32, 438.35, 408.25, 52.56, 64.5), (64, 415.70, 387.15, 49.92, 61.9), (128, 404.38, 376.61, 48.61, 60.5)],
+)
+def test_int4_experts_have_the_published_sizes(
+    models: dict[str, Described], group_size: int, gb: float, gib: float, rank_gib: float, spread_gib: float
+) -> None:
+    """Only the main layers' experts in INT4: the checkpoint, a rank of eight with MTP, and one with DP attention."""
+    source, _ = models["glm-5.2"]
+    described = describe(source, int4_experts_only(source, group_size))
+    planned, spread = (report(source, described, Deployment(mtp=True, **more)) for more in ({}, EP_DP))
+
+    assert (round(planned.checkpoint_bytes / 1e9, 2), round(planned.checkpoint_bytes / GIB, 2)) == (gb, gib)
+    assert (round(planned.rank_bytes / GIB, 2), round(spread.rank_bytes / GIB, 1)) == (rank_gib, spread_gib)
+    if group_size == 128:
+        assert round(planned.decode[0].weight_bytes / 1e9, 1) == 30.4
+
+
+def test_a_bf16_rest_reads_more_than_fp8() -> None:
+    """INT4 g=128 experts with BF16 for the rest and for MTP: 430.82 GB, and 47.0 GB read for a token, not 41.4."""
+    options = Options(group_size=128, mtp=Mtp.KEEP)
+    planned = plan_serving(
+        "glm-5.2", Deployment(mtp=True), convert=True, recipe="glm-5.2-int4-bf16rest", options=options
+    )
+
+    assert (round(planned.checkpoint_bytes / 1e9, 2), round(planned.checkpoint_bytes / GIB, 2)) == (430.82, 401.23)
+    assert round(planned.rank_bytes / GIB, 2) == 52.89
+    assert round(planned.decode[0].weight_bytes / 1e9, 1) == 47.0
+
+
+def test_the_published_nvfp4_checkpoint_has_its_size(models: dict[str, Described]) -> None:
+    """NVFP4 experts and BF16 for the rest are 464.8 GB."""
+    nbytes = plan(models, "nvfp4").checkpoint_bytes
+
+    assert (round(nbytes / 1e9, 2), round(nbytes / GIB, 2)) == (464.80, 432.87)
 
 
 @pytest.mark.parametrize(("model", "gigabytes"), [("glm-5.2", 41.4), ("nvfp4", 48.0)])
@@ -244,8 +282,8 @@ def test_a_config_without_experts_per_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_nvfp4_is_not_converted_again() -> None:
-    """A conversion of an NVFP4 checkpoint is refused by what is not understood in it."""
-    with pytest.raises(SourceError, match="weight_scale_2 are not understood"):
+    """An INT4 conversion of an NVFP4 checkpoint would round its numbers twice."""
+    with pytest.raises(PlanError, match="is nvfp4; made INT4 with g=32, it would be rounded twice"):
         plan_serving(CONFIGS / "nvidia-glm-5.2-nvfp4.json", convert=True)
 
 

@@ -58,7 +58,8 @@ class Attention:
             layers = main + (config.get("num_nextn_predict_layers") or 0 if mtp else 0)
             heads = config["num_attention_heads"]
             if not config.get("kv_lora_rank"):
-                return cls(layers, heads, kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"])
+                head_dim = config.get("head_dim") or config["hidden_size"] // heads
+                return cls(layers, heads, kv_heads=config["num_key_value_heads"], head_dim=head_dim)
             rope, nope, value = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
             sizes = (config["kv_lora_rank"], rope, nope + rope + value)
             return cls(layers, heads, *sizes, **_indexer(config, layers))

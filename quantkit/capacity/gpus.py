@@ -12,7 +12,8 @@ import yaml
 from quantkit.errors import UsageError
 
 _COUNT = re.compile(r"(?:([1-9]\d*)x)?(.+)")
-_OPTIONAL = ("fp8_tflops", "fp4_tflops")
+_OPTIONAL = ("fp8_tflops", "fp4_tflops", "sm")
+_WHOLE = ("memory_mib", "sm")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Gpu:
     memory_mib      MiB (2^20 bytes) that a process can use
     bandwidth_gb_s  of the memory, in 10^9 bytes per second
     *_tflops        dense, in 10^12 operations per second; None where it has no such unit
+    sm              NVIDIA's generation: 80 Ampere, 90 Hopper, 100 Blackwell; None where it is not said
     """
 
     name: str
@@ -30,6 +32,7 @@ class Gpu:
     bf16_tflops: float
     fp8_tflops: float | None = None
     fp4_tflops: float | None = None
+    sm: int | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -90,7 +93,7 @@ def _gpu(file: str, name: str, entry: Any) -> Gpu:
     if missing := [key for key in known if key not in entry and key not in _OPTIONAL]:
         raise UsageError(f"{file}: {name} has no {', '.join(missing)}")
     for key, value in entry.items():
-        kinds = (int,) if key == "memory_mib" else (int, float)
+        kinds = (int,) if key in _WHOLE else (int, float)
         if type(value) not in kinds or value <= 0:
             raise UsageError(f"{file}: {key} of {name} is {value!r}, not a positive number")
     return Gpu(name, **entry)

@@ -51,6 +51,7 @@ class DecodeRate:
     rank_weight_bytes    that a step reads on one rank
     rank_kv_bytes        the same of KV and index cache
     milliseconds         of a step, at best
+    bound                what the step waits for: `bytes` or `FLOPs`
     tokens_per_second    of all GPUs together, at best
     dollars_per_million  tokens, at best; None without a price
     """
@@ -61,6 +62,7 @@ class DecodeRate:
     rank_weight_bytes: int
     rank_kv_bytes: int
     milliseconds: float
+    bound: str
     tokens_per_second: float
     dollars_per_million: float | None
 
@@ -71,6 +73,7 @@ class PrefillRate:
 
     tokens: int
     milliseconds: float
+    bound: str
     tokens_per_second: float
     dollars_per_million: float | None
 

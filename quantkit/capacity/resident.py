@@ -116,9 +116,7 @@ def loaded(all_parts: Iterable[Part], *, mtp: bool) -> Iterator[Part]:
 
 
 def _format(weight: TensorSpec) -> str:
-    if weight.name.endswith(".weight_packed"):
-        return "int4"
-    return {"F8_E4M3": "fp8", "U8": "nvfp4"}.get(weight.dtype, weight.dtype.lower())
+    return {"F8_E4M3": "fp8", "I32": "int4", "U8": "nvfp4"}.get(weight.dtype, weight.dtype.lower())
 
 
 def _is_replicated(name: TensorName) -> bool:

@@ -51,6 +51,24 @@ class Model:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """The seconds that a step needs at least to read its bytes, and to compute its FLOPs."""
+
+    reading: float
+    computing: float
+
+    @property
+    def seconds(self) -> float:
+        """The larger of both."""
+        return max(self.reading, self.computing)
+
+    @property
+    def bound(self) -> str:
+        """What the step waits for: `bytes` or `FLOPs`."""
+        return "bytes" if self.reading >= self.computing else "FLOPs"
+
+
+@dataclass(frozen=True)
 class Serving:
     """A model on GPUs."""
 
@@ -72,22 +90,25 @@ class Serving:
         own = -(-batch // tp) if dp_attention else batch
         return own * self.model.attention.read_bytes(self.layout, context, ranks=1 if dp_attention else tp)
 
-    def decode_seconds(self, batch: int, context: int) -> float:
-        """Seconds of a step that adds one token to each of `batch` requests of `context` tokens in one replica."""
+    def decode_step(self, batch: int, context: int) -> StepTime:
+        """A step that adds one token to each of `batch` requests of `context` tokens in one replica."""
         attended = self.model.attention.attended(context)
         compute = self._weight_seconds(batch, self.model.parts)
         compute += self._attention_seconds(batch, context, attended, absorbed=True)
         nbytes = self.rank_weight_bytes(batch) + self.rank_kv_bytes(batch, context)
-        return max(nbytes / (self.gpu.bandwidth_gb_s * 1e9), compute)
+        return self._step(nbytes, compute)
 
-    def prefill_seconds(self, tokens: int) -> float:
-        """Seconds of a step over a whole prompt of `tokens` tokens in one replica; only its last needs the head."""
+    def prefill_step(self, tokens: int) -> StepTime:
+        """A step over a whole prompt of `tokens` tokens in one replica; only its last needs the head."""
         body = [part for part in self.model.parts if part.role is not Role.LM_HEAD]
         attention = self.model.attention
         compute = self._weight_seconds(tokens, body)
         attended = attention.mean_attended(tokens)
         compute += self._attention_seconds(tokens, tokens / 2, attended, absorbed=attention.topk is not None)
-        return max(self.rank_weight_bytes(tokens) / (self.gpu.bandwidth_gb_s * 1e9), compute)
+        return self._step(self.rank_weight_bytes(tokens), compute)
+
+    def _step(self, nbytes: float, computing: float) -> StepTime:
+        return StepTime(nbytes / (self.gpu.bandwidth_gb_s * 1e9), computing)
 
     def _weight_seconds(self, tokens: float, parts: Iterable[Part]) -> float:
         """What every rank holds is computed by every rank for all tokens, except under DP attention."""

@@ -85,14 +85,16 @@ def _rates(report: CapacityReport) -> Iterator[TextTable]:
             f"{rate.rank_weight_bytes / 1e9:,.2f}",
             f"{rate.rank_kv_bytes / 1e9:,.2f}",
             f"{rate.milliseconds:,.2f}",
+            rate.bound,
             f"{rate.tokens_per_second:,.0f}",
             _dollars(rate.dollars_per_million),
         )
         for rate in report.decode
     ]
     prefill = report.prefill
-    speed = (f"{prefill.milliseconds:,.2f}", f"{prefill.tokens_per_second:,.0f}", _dollars(prefill.dollars_per_million))
-    rows.append((f"prefill of {prefill.tokens:,} tokens", "", "", "", "", *speed))
+    speed = (f"{prefill.milliseconds:,.2f}", prefill.bound, f"{prefill.tokens_per_second:,.0f}")
+    dollars = _dollars(prefill.dollars_per_million)
+    rows.append((f"prefill of {prefill.tokens:,} tokens", "", "", "", "", *speed, dollars))
     headings = (
         f"step of one replica ({report.gpus // report.tp})",
         "experts",
@@ -100,6 +102,7 @@ def _rates(report: CapacityReport) -> Iterator[TextTable]:
         "one rank GB",
         "its KV GB",
         "ms",
+        "bound by:",
         "tokens/s, all GPUs",
         "$ per million",
     )

@@ -1,75 +1,53 @@
 """`quantkit plan`."""
 
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from quantkit.capacity.layouts import IndexCache, KvLayout
+from quantkit.cli import plan_options as option
 from quantkit.cli.options import Json, Revision
-from quantkit.errors import UsageError
-from quantkit.recipe import Mtp, Rest
+from quantkit.errors import CheckFailed, OutputError, UsageError
+from quantkit.recipe import Scheme
 
-
-class Explain(StrEnum):
-    """What --explain can explain."""
-
-    PUBLISHED = "published"
-
-
-Model = Annotated[
-    str | None,
-    typer.Argument(help="A model alias (glm-5.2), a Hub id, a folder or a config.json.", show_default=False),
-]
-Int4 = Annotated[bool, typer.Option("--int4", help="Sizes after conversion by the model's built-in INT4 recipe.")]
-RecipeName = Annotated[str | None, typer.Option("--recipe", help="Sizes after conversion by this recipe.")]
-GroupSize = Annotated[int | None, typer.Option("--group-size", help="INT4 group size: 32, 64 or 128.")]
-RestOption = Annotated[Rest | None, typer.Option("--rest", help="What the other weights are converted to.")]
-MtpOption = Annotated[Mtp | None, typer.Option("--mtp", help="What a conversion makes of the MTP layers.")]
-Gpus = Annotated[str, typer.Option("--gpus", help="Number and name of the GPUs.")]
-GpuTable = Annotated[Path | None, typer.Option("--gpu-table", help="A YAML file with more GPUs.")]
-Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share a copy of the model (all GPUs).")]
-Ep = Annotated[bool, typer.Option("--ep", help="Whole experts on each rank.")]
-DpAttention = Annotated[bool, typer.Option("--dp-attention", help="All of attention on each rank.")]
-Speculate = Annotated[bool, typer.Option("--speculate", help="Load the MTP layers, for speculative decoding.")]
-KvOption = Annotated[KvLayout, typer.Option("--kv", help="How the KV cache stores a token.")]
-IndexOption = Annotated[
-    IndexCache, typer.Option("--index-cache", help="Layers with an index cache: vLLM's, or SGLang's all.")
-]
-Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each request.")]
-Utilization = Annotated[float, typer.Option("--utilization", help="Share of the memory that the engine takes.")]
-Reserve = Annotated[float, typer.Option("--reserve-gib", help="GiB of that for activations and graphs, per GPU.")]
-Price = Annotated[float | None, typer.Option("--price", help="Dollars for a GPU hour.")]
-ExplainOption = Annotated[
-    Explain | None, typer.Option("--explain", help="Instead: each published figure beside our own.")
-]
+if TYPE_CHECKING:
+    from quantkit.serving.fit import Deployment
 
 
 def plan(
-    model: Model = None,
-    int4: Int4 = False,
-    recipe: RecipeName = None,
-    group_size: GroupSize = None,
-    rest: RestOption = None,
-    mtp: MtpOption = None,
-    gpus: Gpus = "8xH200",
-    gpu_table: GpuTable = None,
-    tp: Tp = None,
-    ep: Ep = False,
-    dp_attention: DpAttention = False,
-    speculate: Speculate = False,
-    kv: KvOption = KvLayout.BF16,
-    index_cache: IndexOption = IndexCache.INDEXERS,
-    context: Context = 32768,
-    utilization: Utilization = 0.9,
-    reserve_gib: Reserve = 10.0,
-    price: Price = None,
-    explain: ExplainOption = None,
+    models: option.Models = None,
+    int4: option.Int4 = False,
+    nvfp4: option.Nvfp4 = False,
+    dialect: option.Format = None,
+    recipe: option.RecipeName = None,
+    group_size: option.GroupSize = None,
+    rest: option.RestOption = None,
+    mtp: option.MtpOption = None,
+    gpus: option.Gpus = "8xH200",
+    gpu_table: option.GpuTable = None,
+    tp: option.Tp = None,
+    ep: option.Ep = False,
+    dp_attention: option.DpAttention = False,
+    speculate: option.Speculate = False,
+    kv: option.KvOption = KvLayout.BF16,
+    index_cache: option.IndexOption = IndexCache.INDEXERS,
+    context: option.Context = 32768,
+    utilization: option.Utilization = 0.9,
+    reserve_gib: option.Reserve = 10.0,
+    price: option.Price = None,
+    phases: option.Phases = False,
+    prefill_gpus: option.PrefillGpus = None,
+    prefill_kv: option.PrefillKv = None,
+    output: option.Output = None,
+    check: option.Check = None,
+    quick: option.Quick = False,
+    explain: option.ExplainOption = None,
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Say whether a model fits on GPUs, and how fast it can be at best; from its config alone.
+
+    With --phases: which weight format serves which phase. With --check: are these its checkpoints (exit code 3 if not).
 
     Examples:
 
@@ -77,35 +55,77 @@ def plan(
 
     quantkit plan kimi-k2.6 --gpus 16xH200 --tp 8 --kv fp8 --price 3.5
 
+    quantkit plan glm-5.2 --int4 --kv fp8 --phases -o deployment.json
+
+    quantkit plan --check deployment.json ./GLM-5.2-FP8 ./GLM-5.2-INT4
+
     quantkit plan --explain published
     """
-    if model is None and explain is None:
-        raise UsageError("which model?", hint="Give an alias, a Hub id, a folder or a config.json.")
-    if int4 and recipe is not None:
-        raise UsageError("--int4 and --recipe exclude each other")
-    from quantkit import console, serving
+    names = models or []
+    if check is not None:
+        return _check(check, names, quick, as_json)
+    if quick or (not phases and (prefill_gpus or prefill_kv or output)):
+        raise UsageError("--prefill-gpus, --prefill-kv and -o belong to --phases, --quick to --check")
+    if sum((int4, nvfp4, recipe is not None)) > 1:
+        raise UsageError("--int4, --nvfp4 and --recipe exclude each other")
+    _check_number(names, 2 if phases else 1, needed=explain is None)
+    from quantkit import console
     from quantkit.conversion import Options
+    from quantkit.serving import fit
+
+    if explain is not None:
+        return _explain(as_json)
+    pool = (gpus, tp, ep, dp_attention, speculate, kv, index_cache, context, utilization, reserve_gib, price, gpu_table)
+    scheme = Scheme.NVFP4 if nvfp4 else None
+    deployment, options = fit.Deployment(*pool), Options(group_size, None, rest, mtp, dialect, scheme)
+    asked: dict[str, Any] = {"convert": int4 or nvfp4 or recipe is not None, "recipe": recipe, "options": options}
+    if phases:
+        prefill = replace(deployment, gpus=prefill_gpus or gpus, kv=prefill_kv or kv)
+        return _phases(names, (prefill, deployment), asked | {"revision": revision}, output, as_json)
+    return console.show(fit.plan_serving(names[0], deployment, **asked, revision=revision), as_json=as_json)
+
+
+def _check_number(names: list[str], most: int, *, needed: bool) -> None:
+    if needed and not names:
+        raise UsageError("which model?", hint="Give an alias, a Hub id, a folder or a config.json.")
+    if len(names) > most:
+        raise UsageError(f"{len(names)} models are too many", hint="--phases takes two, --check any number.")
+
+
+def _explain(as_json: bool) -> None:
+    from quantkit import console
     from quantkit.serving.published import published_figures
 
-    if model is None or explain:
-        console.show(published_figures(), as_json=as_json)
-        return
-    deployment = serving.Deployment(
-        gpus=gpus,
-        tp=tp,
-        ep=ep,
-        dp_attention=dp_attention,
-        mtp=speculate,
-        kv=kv,
-        index_cache=index_cache,
-        context=context,
-        utilization=utilization,
-        reserve_gib=reserve_gib,
-        price=price,
-        gpu_table=gpu_table,
-    )
-    options = Options(group_size=group_size, rest=rest, mtp=mtp)
-    report = serving.plan_serving(
-        model, deployment, convert=int4 or recipe is not None, recipe=recipe, options=options, revision=revision
-    )
-    console.show(report, as_json=as_json)
+    console.show(published_figures(), as_json=as_json)
+
+
+def _phases(
+    names: list[str],
+    deployments: tuple["Deployment", "Deployment"],
+    asked: dict[str, Any],
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    from quantkit import console
+    from quantkit.serving.phases import Target, plan_phases
+
+    second = names[1] if len(names) > 1 else None
+    with console.progress("hashing") as start:
+        planned = plan_phases(names[0], second, Target(*deployments), **asked, progress=start)
+    if output is not None:
+        try:
+            output.write_text(planned.deployment.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"{output}: cannot be written: {error.strerror}") from error
+    console.show(planned, as_json=as_json)
+
+
+def _check(manifest: Path, names: list[str], quick: bool, as_json: bool) -> None:
+    from quantkit import console
+    from quantkit.serving.drift import check_drift
+
+    with console.progress("hashing") as start:
+        result = check_drift(manifest, names, quick=quick, progress=start)
+    console.show(result, as_json=as_json)
+    if not result.passed:
+        raise CheckFailed(f"{manifest}: not these checkpoints (differences: {len(result.drifts)})")

@@ -15,11 +15,11 @@ from quantkit.capacity.roofline import Model
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.locate import describe_model
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.weights import int4_specs
+from quantkit.checkpoint.spelling import int4_specs
 from quantkit.conversion import Options, choose_recipe
 from quantkit.naming import TensorName
 from quantkit.plan import make_plan
-from quantkit.serving import GIB, Deployment, describe, report
+from quantkit.serving.fit import GIB, Deployment, describe, report
 
 _GLM, _KIMI = "glm-5.2", "kimi-k2.6"
 _RANKS = 8
@@ -72,7 +72,7 @@ def _glm() -> Iterator[_Published]:
     yield _Published(
         _GLM, "one GPU with MTP", 89.50, 2, "GiB", _rank_bytes(source, released, mtp=True), "the same, MTP loaded"
     )
-    rank = _rank_bytes(source, describe(source, _int4_experts_only(source)), mtp=True)
+    rank = _rank_bytes(source, describe(source, int4_experts_only(source, 32)), mtp=True)
     layout = "INT4 g=32 experts of the main layers, all else FP8, MTP loaded, TP8"
     yield _Published(_GLM, "52 on one GPU, INT4", 52, 0, "GiB", rank, layout)
     yield _Published(
@@ -138,7 +138,7 @@ def _rank_bytes(source: Source, model: Model, *, mtp: bool) -> int:
     return report(source, model, Deployment(f"{_RANKS}xH200", mtp=mtp)).rank_bytes
 
 
-def _int4_experts_only(source: Source) -> list[TensorSpec]:
+def int4_experts_only(source: Source, group_size: int) -> list[TensorSpec]:
     """The tensors if only the main layers' routed experts became INT4; no engine loads it, for its FP8 kv_b_proj."""
     specs: list[TensorSpec] = []
     for tensor in source.tensors.values():
@@ -147,5 +147,5 @@ def _int4_experts_only(source: Source) -> list[TensorSpec]:
             specs.append(tensor.spec)
         elif name.leaf == "weight":
             rows, columns = tensor.spec.shape
-            specs.extend(int4_specs(name.module, (rows, columns), 32))
+            specs.extend(int4_specs(name.module, (rows, columns), group_size))
     return specs
