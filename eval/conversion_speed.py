@@ -3,7 +3,8 @@
 All arms run in one run on the same made-up shards with GLM-5.2's shapes, start with cold caches (`posix_fadvise`) and
 end when the bytes are on the disk (`fsync`). A conversion is timed as a whole process, its start-up included. Our arms
 take turns with reading and writing, in the order A B B A, and the best time of each counts. With `--peers` (`make bench
-PEERS=1`) llm-compressor and AutoRound convert the same input, too (`peers.py`): once each, loaded once before.
+PEERS=1`) llm-compressor and AutoRound convert the same input, too (`peers.py`): once each, loaded once before. Of two
+that do the same work the faster one counts.
 """
 
 import argparse
@@ -29,9 +30,22 @@ from quantkit.recipe import ScaleMethod, find_alias
 
 _PIECE_BYTES = 16 << 20
 _EXPERTS_IN_A_LAYER = 24  # so that a shard, which holds a layer, has about 1 GB
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """A kind of conversion: its recipe and options, and the peers that do the same work."""
+
+    recipe: str
+    options: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+
+
+_NVFP4_SCALES = (ScaleMethod.MINMAX, ScaleMethod.SEARCH)
 _ARMS = (
-    *((f"convert --int4 --scale {method}", "glm-5.2-int4", ("--int4", "--scale", method)) for method in ScaleMethod),
-    ("convert --bf16", "bf16", ("--bf16",)),
+    *(_Arm("glm-5.2-int4", ("--int4", "--scale", scale), ("llm-compressor", "auto-round")) for scale in ScaleMethod),
+    *(_Arm("glm-5.2-nvfp4", ("--nvfp4", "--scale", scale), ("llm-compressor-nvfp4",)) for scale in _NVFP4_SCALES),
+    _Arm("bf16", ("--bf16",)),
 )
 _COLUMNS = (
     "arm",
@@ -39,7 +53,7 @@ _COLUMNS = (
     "CPU seconds",
     "MB/s of input",
     "x read + write",
-    "x faster than faster peer",
+    "x faster than peer",
     "peak memory MB",
 )
 # A small process of its own, because Linux counts the peak memory of whoever starts a process as that process's, too.
@@ -136,19 +150,19 @@ def time_conversion(source: Path, output: Path, options: Sequence[str]) -> Timin
 def time_peer(peer: str, source: Path, output: Path) -> Timing:
     """Time `peer`, a key of `peers.PEERS`, on the same work; its output is deleted.
 
-    Raises RuntimeError if it left routed experts as they were.
+    Raises RuntimeError if it left experts as they were.
     """
     timing = time_process(source, output, ["quantkit.eval.peers", peer, str(source), str(output)])
-    done, wanted = peers.count_int4_weights(output), len(_routed_experts(source))
+    recipe = next(arm.recipe for arm in _ARMS if peer in arm.peers)
+    planned = preview(source, recipe).groups
+    done = peers.count_4bit_weights(output)
+    wanted = sum(group.weights for group in planned if group.format.startswith(("int4", "nvfp4")))
     if done != wanted:
-        raise RuntimeError(f"{peer} made {done} of {wanted} routed experts INT4")
+        raise RuntimeError(f"{peer} made {done} of {wanted} experts 4-bit")
+    if (ratio := peers.largest_partner_ratio(output)) > 1:
+        sys.stderr.write(f"{peer}: global scales that engines load as one differ by up to {ratio:.2f} times\n")
     shutil.rmtree(output)
     return timing
-
-
-def _routed_experts(source: Path) -> list[str]:
-    names = json.loads((source / INDEX_FILE).read_text())["weight_map"]
-    return [name for name in names if name.endswith(".weight") and ".mlp.experts." in name]
 
 
 def time_reading_and_writing(source: Path, output: Path, out_bytes: int) -> Timing:
@@ -200,39 +214,38 @@ def main() -> None:
             f"{nbytes:,} bytes of FP8 input, load average {os.getloadavg()[0]:.2f} before the first arm\n\n"
         )
         sys.stdout.write(f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n")
-        faster_peer = _run_peers(work, nbytes) if arguments.peers else None
-        for name, recipe, options in _ARMS:
-            _run_arm(work, nbytes, name, recipe, options, faster_peer)
+        found = _run_peers(work, nbytes) if arguments.peers else {}
+        for arm in _ARMS:
+            peer = min((found[name] for name in arm.peers if name in found), default=None)
+            _run_arm(work, nbytes, arm, peer)
     finally:
         shutil.rmtree(work)
 
 
-def _run_peers(work: Path, nbytes: int) -> Timing | None:
-    """Time each peer that can be loaded, once; returns the faster one's timing."""
-    timings = []
+def _run_peers(work: Path, nbytes: int) -> dict[str, Timing]:
+    """Time each peer that can be loaded, once."""
+    timings = {}
     for peer in peers.PEERS:
         probe = subprocess.run([sys.executable, "-m", "quantkit.eval.peers", peer], capture_output=True, text=True)
         if probe.returncode:
             sys.stderr.write(f"{peer} is skipped: {probe.stderr.strip().splitlines()[-1]}\n")
             continue
-        timings.append(time_peer(peer, work / "source", work / "output"))
-        _print_row(f"{peer} {probe.stdout.split()[-1]}", timings[-1], nbytes)
-    return min(timings, default=None)
+        timings[peer] = time_peer(peer, work / "source", work / "output")
+        _print_row(f"{peer} {probe.stdout.split()[-1]}", timings[peer], nbytes)
+    return timings
 
 
-def _run_arm(
-    work: Path, nbytes: int, name: str, recipe: str, options: Sequence[str], faster_peer: Timing | None
-) -> None:
+def _run_arm(work: Path, nbytes: int, arm: _Arm, peer: Timing | None) -> None:
     """Time one kind of conversion and reading and writing as much, taking turns."""
-    out_bytes = preview(work / "source", recipe).file_bytes
+    out_bytes = preview(work / "source", arm.recipe).file_bytes
     limits, timings = [], []
-    for arm in "ABBA":
-        if arm == "A":
+    for turn in "ABBA":
+        if turn == "A":
             limits.append(time_reading_and_writing(work / "source", work / "copy", out_bytes))
         else:
-            timings.append(time_conversion(work / "source", work / "output", options))
+            timings.append(time_conversion(work / "source", work / "output", arm.options))
     _print_row(f"read + write {out_bytes / 1e9:.2f} GB", min(limits), nbytes)
-    _print_row(name, min(timings), nbytes, min(limits), faster_peer if "--int4" in options else None)
+    _print_row(f"convert {' '.join(arm.options)}", min(timings), nbytes, min(limits), peer)
 
 
 def _print_row(name: str, timing: Timing, nbytes: int, limit: Timing | None = None, peer: Timing | None = None) -> None:

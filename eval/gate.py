@@ -170,10 +170,11 @@ class _Arms:
         return self._loaded[folder]
 
     def verify_weights(self) -> tuple[str, ...]:
-        """What is wrong with the candidate. Its weights can be compared with a baseline that is not INT4 itself, and
+        """What is wrong with the candidate. Its weights can be compared with a baseline that is not 4-bit itself, and
         only what quantkit made must have the nearest codes."""
         ours = (self.candidate / MANIFEST_FILE).exists()
-        source = all(weight.encoding is not Encoding.INT4 for weight in read_weights(open_source(self.baseline)))
+        encodings = {weight.encoding for weight in read_weights(open_source(self.baseline))}
+        source = encodings.isdisjoint((Encoding.INT4, Encoding.NVFP4))
         with self._timed("verify"):
             result = verify(self.candidate, self.baseline if ours and source else None)
         return tuple(

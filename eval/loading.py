@@ -1,7 +1,16 @@
-"""Loading checkpoints into transformers as the gate measures them: weights as stored, in float32, activations as well.
+"""Loading checkpoints into transformers as the gate measures them: weights decoded, everything computed in float32.
 
-Where a format makes transformers quantize activations as well (FP8 modules of a mixed checkpoint), that is switched
-off, and experts that it keeps in BF16 are widened: what is measured is the weights.
+transformers and compressed-tensors decode, not quantkit, so that quantkit's reading is not what judges its writing.
+What is measured is the weights:
+
+    activations  are not quantized, whatever the format asks for (FP8 modules of a mixed checkpoint do)
+    experts      are decoded to BF16 before they are widened: INT4 and FP8 ones are rounded to it, as in the decoding
+                 that they are compared with; NVFP4's numbers have 6 bits, which BF16 holds
+    NVFP4        decodes to BF16 everywhere, exactly if the global scale is a power of two, as quantkit's are. Those of
+                 experts are left out by transformers 5.17 (huggingface/transformers issue 48371): they are applied here
+    other        INT4 and FP8 decode to float32
+
+What version 5.17 cannot read, or would misread without a word, is refused: `check_measurable`.
 """
 
 import math
@@ -16,9 +25,12 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.config import KEY
+from quantkit.checkpoint.pieces import Reader
 from quantkit.checkpoint.source import Source, open_source
-from quantkit.checkpoint.weights import Encoding, read_weights
+from quantkit.checkpoint.weights import Encoding, Strategy, Weight, read_weights
 from quantkit.errors import DependencyError, SourceError
+from quantkit.naming import Role, TensorName
+from quantkit.recipe import Dialect
 
 
 @dataclass(frozen=True)
@@ -36,19 +48,42 @@ def quantizes_activations(source: Source) -> bool:
 
 
 def check_measurable(folder: Path) -> Source:
-    """The checkpoint in `folder`; SourceError if transformers would misread it.
-
-    Version 5.17 takes the rows of an FP8 block for a part of the weight's, and these are not always a multiple.
-    """
+    """The checkpoint in `folder`; SourceError, with the conversion that helps, if transformers would misread it."""
     source = open_source(folder)
-    if (source.config.get(KEY) or {}).get("quant_method") != "compressed-tensors" and any(
-        weight.encoding is not Encoding.PLAIN for weight in read_weights(source)
-    ):
-        raise SourceError(
-            f"{folder} holds FP8 blocks, which transformers misreads when rows are not a multiple of the block",
-            hint=f"Decode it first: quantkit convert {folder} --bf16 -o FOLDER.",
-        )
+    compressed = (source.config.get(KEY) or {}).get("quant_method") == "compressed-tensors"
+    experts: dict[Encoding, Weight] = {}
+    for weight in read_weights(source):
+        if weight.name.is_mtp(source.num_hidden_layers):
+            continue
+        if weight.dialect is Dialect.MODELOPT:
+            what = f"NVFP4 in ModelOpt's spelling, which transformers does not read: {weight.name}"
+            raise _not_measurable(folder, what, "--format compressed-tensors")
+        if weight.encoding is Encoding.FP8 and (trouble := _trouble_with_fp8(weight, compressed)):
+            raise _not_measurable(folder, f"{trouble}: {weight.name}", "--bf16")
+        if weight.name.role is Role.ROUTED_EXPERT:
+            experts.setdefault(weight.encoding, weight)
+    if len(experts) > 1:
+        names = " and ".join(f"{weight.name} ({encoding})" for encoding, weight in sorted(experts.items()))
+        raise _not_measurable(folder, f"experts of different formats, which transformers leaves out: {names}", "--bf16")
     return source
+
+
+def _not_measurable(folder: Path, what: str, options: str) -> SourceError:
+    return SourceError(
+        f"{folder} holds {what}", hint=f"Convert it first: quantkit convert {folder} {options} -o FOLDER."
+    )
+
+
+def _trouble_with_fp8(weight: Weight, compressed: bool) -> str | None:
+    """What transformers makes of an FP8 weight, if that is wrong; `compressed`: in a compressed-tensors checkpoint."""
+    blocks = weight.strategy is Strategy.BLOCK
+    if not compressed:
+        if blocks:
+            return "FP8 blocks, which transformers misreads when rows are not a multiple of the block"
+        return f"FP8 with a scale for each {weight.strategy}, which transformers reads without the scale"
+    return (
+        "experts in FP8 blocks, which transformers cannot decode" if blocks and weight.name.expert is not None else None
+    )
 
 
 def check_memory(sources: Sequence[Source]) -> None:
@@ -73,21 +108,48 @@ def load_tokenizer(folder: Path) -> Any:
 def load(folder: Path) -> Loaded:
     """Load the checkpoint in `folder`; SourceError if transformers would misread it, or cannot load it."""
     transformers = _transformers()
-    quantization = check_measurable(folder).config.get(KEY)
+    source = check_measurable(folder)
     with _quiet(), _readable(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
-        if quantization:
+        if quantization := source.config.get(KEY):
             for group in quantization["config_groups"].values():
                 group["input_activations"] = None
-            config.quantization_config = quantization
+            config.quantization_config = quantization | {"dequantize": True}
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
-        if missing := sorted(found["missing_keys"]):  # transformers makes them up
-            raise SourceError(f"{folder}: {len(missing):,} weights are missing, {missing[0]} among them")
-        with torch.inference_mode():
-            model(torch.zeros(1, 2, dtype=torch.int64))  # compressed weights are decoded in the first forward pass
-    return Loaded(torch.nn.Module.float(model).eval(), load_tokenizer(folder))
+    if missing := sorted(found["missing_keys"]):  # transformers makes them up
+        raise SourceError(f"{folder}: {len(missing):,} weights are missing, {missing[0]} among them")
+    model = torch.nn.Module.float(model).eval()
+    left = found["unexpected_keys"] - _apply_global_scales(model, source, found["unexpected_keys"])
+    if ignored := sorted(name for name in left if _matters(name, source)):
+        raise SourceError(f"{folder}: transformers does not use {len(ignored):,} weights, {ignored[0]} among them")
+    return Loaded(model, load_tokenizer(folder))
+
+
+@torch.inference_mode()
+def _apply_global_scales(model: Any, source: Source, unused: set[str]) -> set[str]:
+    """Divide decoded experts by those NVFP4 global scales that are in `unused`; the names of these."""
+    reader, applied = Reader(source), set()
+    for weight in read_weights(source):
+        name, divisor = weight.name, weight.global_scale
+        if divisor is None or divisor.spec.name not in unused or name.is_mtp(source.num_hidden_layers):
+            continue
+        assert name.fused_module is not None
+        experts, projection = model.get_submodule(name.fused_module), name.module.rpartition(".")[2]
+        if projection == "down_proj":
+            decoded = experts.down_proj[name.expert]
+        else:
+            decoded = experts.gate_up_proj[name.expert].chunk(2)[projection == "up_proj"]
+        decoded /= reader.scalar(divisor)
+        applied.add(divisor.spec.name)
+    return applied
+
+
+def _matters(unused: str, source: Source) -> bool:
+    """Whether a tensor that transformers did not use belongs to a weight of the model; the MTP layers are left out."""
+    name = TensorName.parse(unused)
+    return name.leaf.startswith("weight") and not name.is_mtp(source.num_hidden_layers)
 
 
 def _transformers() -> Any:

@@ -1,12 +1,14 @@
-"""llm-compressor and AutoRound on the work of `quantkit convert --int4`: routed experts to symmetric INT4 by rounding.
+"""llm-compressor and AutoRound on the work of `quantkit convert`: experts to symmetric INT4, or to NVFP4, by rounding.
 
     python -m quantkit.eval.peers NAME SOURCE OUTPUT   one conversion, its output flushed to the disk
     python -m quantkit.eval.peers NAME                 only loads the peer and prints its version
 
 Each is called as its documentation says, with no work but what it needs for a checkpoint that says what it holds:
 
-    llm-compressor  decodes all FP8 weights, for an FP8 weight left alone would stand in no config; experts become INT4
-    auto-round      leaves the rest in FP8, as quantkit does
+    llm-compressor        decodes all FP8 weights, for an FP8 weight left alone would stand in no config; routed experts
+                          become INT4
+    llm-compressor-nvfp4  the same; routed and shared experts become NVFP4 with BF16 activations
+    auto-round            leaves the rest in FP8, as quantkit does; routed experts become INT4
 
 Both are optional (`pip install --group peers`), so they are imported here only, and only in functions.
 """
@@ -22,13 +24,17 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.source import INDEX_FILE
+from quantkit.checkpoint.pieces import Reader
+from quantkit.checkpoint.source import INDEX_FILE, open_source
+from quantkit.checkpoint.weights import Encoding, read_weights
 
 GROUP_SIZE = 32
-PEERS = {"llm-compressor": "llmcompressor", "auto-round": "auto_round"}  # and the modules that they are imported as
+# and the modules that they are imported as
+PEERS = {"llm-compressor": "llmcompressor", "auto-round": "auto_round", "llm-compressor-nvfp4": "llmcompressor"}
 _EXPERTS = r"re:.*\.mlp\.experts\.\d+\.(gate|up|down)_proj$"
+_SHARED_EXPERTS = r"re:.*\.shared_experts\.(gate|up|down)_proj$"
 _OTHER_FP8 = (
-    r"re:.*\.shared_experts\.(gate|up|down)_proj$",
+    _SHARED_EXPERTS,
     r"re:.*\.self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)$",
     r"re:.*\.indexer\.(wq_b|wk)$",
 )
@@ -56,7 +62,7 @@ def convert(peer: str, source: Path, output: Path) -> None:
         import_module(PEERS[peer]).model_free_ptq(
             model_stub=str(source),
             save_directory=str(output),
-            scheme=_scheme("memoryless_minmax", GROUP_SIZE, [_EXPERTS]),
+            scheme=_nvfp4() if peer.endswith("nvfp4") else _scheme("memoryless_minmax", GROUP_SIZE, [_EXPERTS]),
             converter=converters.FP8BlockDequantizer(targets=[_EXPERTS, *_OTHER_FP8]),
             device="cpu",
         )
@@ -65,10 +71,20 @@ def convert(peer: str, source: Path, output: Path) -> None:
             os.fsync(file.fileno())
 
 
-def count_int4_weights(folder: Path) -> int:
-    """The number of packed INT4 weights that the index of a peer's or of quantkit's output names."""
+def count_4bit_weights(folder: Path) -> int:
+    """The number of packed weights that the index of a peer's or of quantkit's output names."""
     names = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
     return sum(name.endswith((".weight_packed", ".qweight")) for name in names)
+
+
+def largest_partner_ratio(folder: Path) -> float:
+    """The largest ratio between the global scales of NVFP4 weights that engines load under one, in a checkpoint."""
+    source = open_source(folder)
+    reader, scales = Reader(source), dict[str, list[float]]()
+    for weight in read_weights(source):
+        if weight.encoding is Encoding.NVFP4:
+            scales.setdefault(weight.name.fused_projection or weight.module, []).append(reader.multiplier(weight))
+    return max((max(found) / min(found) for found in scales.values()), default=1.0)
 
 
 def decode_after_llm_compressor(weight: torch.Tensor, group_size: int, observer: str) -> torch.Tensor:
@@ -92,6 +108,12 @@ def _scheme(observer: str, group_size: int, targets: list[str]) -> Any:
         num_bits=4, type="int", symmetric=True, strategy="group", group_size=group_size, observer=observer
     )
     return quantization.QuantizationScheme(targets=targets, weights=arguments)
+
+
+def _nvfp4() -> Any:
+    quantization = import_module("compressed_tensors.quantization")
+    weights = quantization.preset_name_to_scheme("NVFP4A16", []).weights
+    return quantization.QuantizationScheme(targets=[_EXPERTS, _SHARED_EXPERTS], weights=weights)
 
 
 def main() -> None:

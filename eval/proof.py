@@ -1,4 +1,4 @@
-"""`python -m quantkit.eval.proof MODEL...`: each way to make INT4 from a model, judged by the gate, in one table.
+"""`python -m quantkit.eval.proof MODEL...`: each way to 4 bits from a model, judged by the gate, in one table.
 
 A model in FP8 is compared with its own decoding to BF16, one in BF16 with itself. With --broken the first model's
 default conversion is also broken in several ways, and a second table says which measures noticed.
@@ -21,16 +21,18 @@ from quantkit.eval import gate
 from quantkit.eval.breakage import BREAKAGES, break_checkpoint
 from quantkit.eval.data_folder import data_folder
 from quantkit.eval.offline import offline_tasks
-from quantkit.recipe import ScaleMethod
+from quantkit.recipe import ScaleMethod, Scheme
 from quantkit.report import AccuracyReport, Comparison
 
-DEFAULT = "g=32 search"
+DEFAULT = "INT4 g=32 search"
 CONVERSIONS = {
     DEFAULT: ConversionOptions(group_size=32),
-    "g=32 signed": ConversionOptions(group_size=32, scale=ScaleMethod.SIGNED),
-    "g=32 minmax": ConversionOptions(group_size=32, scale=ScaleMethod.MINMAX),
-    "g=64 search": ConversionOptions(group_size=64),
-    "g=128 search": ConversionOptions(group_size=128),
+    "INT4 g=32 signed": ConversionOptions(group_size=32, scale=ScaleMethod.SIGNED),
+    "INT4 g=32 minmax": ConversionOptions(group_size=32, scale=ScaleMethod.MINMAX),
+    "INT4 g=64 search": ConversionOptions(group_size=64),
+    "INT4 g=128 search": ConversionOptions(group_size=128),
+    "NVFP4 search": ConversionOptions(scheme=Scheme.NVFP4),
+    "NVFP4 minmax": ConversionOptions(scheme=Scheme.NVFP4, scale=ScaleMethod.MINMAX),
 }
 
 
@@ -42,7 +44,7 @@ class Bench:
     options: gate.Options
 
     def convert(self, model: Path, name: str) -> Path:
-        """The INT4 checkpoint of `model`, made unless it is there; `name` is a key of `CONVERSIONS`."""
+        """The 4-bit checkpoint of `model`, made unless it is there; `name` is a key of `CONVERSIONS`."""
         output = self.work / f"{model.name} {name}"
         if not output.exists():
             convert(model, output, options=CONVERSIONS[name])
@@ -62,11 +64,11 @@ class Bench:
         return gate.evaluate(candidate, baseline, self.options, history=self.work / "history.sqlite")
 
 
-def judge_conversions(models: list[Path], bench: Bench) -> Iterator[str]:
-    """The first table: a row for each conversion, a column for each task and for all items together."""
+def judge_conversions(models: list[Path], names: list[str], bench: Bench) -> Iterator[str]:
+    """The first table: a row for each conversion in `names`, a column for each task and for all items together."""
     heading = True
     for model in models:
-        for name in CONVERSIONS:
+        for name in names:
             start = time.monotonic()
             try:
                 report = bench.judge(bench.convert(model, name), bench.baseline(model))
@@ -75,7 +77,7 @@ def judge_conversions(models: list[Path], bench: Bench) -> Iterator[str]:
                 continue
             tasks = [*report.tasks, *([report.pooled] if report.pooled else [])]
             if heading:
-                yield _heading("model", "INT4", "KL", "top-1", *map(_title, tasks), "verdict", "s")
+                yield _heading("model", "format", "KL", "top-1", *map(_title, tasks), "verdict", "s")
             heading = False
             verdict = f"{report.verdict}", f"{time.monotonic() - start:.0f}"
             yield _row(model.name, name, *_distribution(report), *map(_difference, tasks), *verdict)
@@ -125,6 +127,14 @@ def main() -> None:
     """Print the tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+", help="folders of checkpoints in FP8 or BF16")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=CONVERSIONS,
+        default=list(CONVERSIONS),
+        metavar="FORMAT",
+        help=f"of {', '.join(CONVERSIONS)} (default all)",
+    )
     parser.add_argument("--broken", action="store_true", help="break the first model's conversion, too")
     parser.add_argument("--offline", nargs="*", default=[], help="tasks of the suite offline to run beside quick")
     parser.add_argument("--folder", type=Path, default=Path("build"), help="where to work (default build)")
@@ -135,7 +145,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="proof-", dir=arguments.folder) as work:
         bench = Bench(Path(work), gate.Options(suite="quick", tasks=tasks, limit=arguments.limit))
-        tables = [judge_conversions(arguments.models, bench)]
+        tables = [judge_conversions(arguments.models, arguments.only, bench)]
         if arguments.broken:
             tables.append(judge_breakages(arguments.models[0], bench))
         for table in tables:

@@ -1,4 +1,4 @@
-"""`python -m quantkit.eval.scale_error`: what each way of choosing INT4 scales loses, on the same FP8 weights.
+"""`python -m quantkit.eval.scale_error`: what each way of choosing INT4 and NVFP4 scales loses, on the same FP8 weights.
 
 Squared errors are against the exact source, codes times scales as stored, relative to `--scale minmax` (amax / 7.5).
 llm-compressor's observers stand beside, run as its `model_free_ptq` runs them: weights decoded to BF16, scales in BF16.
@@ -17,7 +17,8 @@ import torch
 from quantkit import ops
 from quantkit.checkpoint.pieces import Reader
 from quantkit.checkpoint.source import open_source
-from quantkit.checkpoint.weights import CODES_PER_WORD, Encoding, read_weights
+from quantkit.checkpoint.spelling import CODES_PER_WORD, NVFP4_GROUP
+from quantkit.checkpoint.weights import Encoding, read_weights
 from quantkit.eval import peers
 from quantkit.formats import fp8_block
 from quantkit.naming import Role
@@ -58,7 +59,7 @@ def routed_experts(folder: Path) -> list[Fp8Weight]:
     experts = []
     reader = Reader(source)
     for weight in read_weights(source):
-        if weight.name.role is Role.ROUTED_EXPERT and weight.encoding is Encoding.FP8_BLOCK:
+        if weight.name.role is Role.ROUTED_EXPERT and weight.encoding is Encoding.FP8:
             data, scale = reader.fp8_rows(weight, 0, weight.shape[0])
             experts.append(Fp8Weight(data.copy(), scale.copy()))  # the reader uses its buffers again
     return experts
@@ -89,6 +90,22 @@ def _our_error(weight: Fp8Weight, group_size: int, method: ScaleMethod) -> float
     return ops.int4_error(weight.data, weight.scale, BLOCK, packed, scale).squared_error
 
 
+def nvfp4_errors(weights: Iterable[Fp8Weight]) -> dict[ScaleMethod, float]:
+    """The summed squared error of NVFP4 with plain and with searched block scales."""
+    totals = dict.fromkeys((ScaleMethod.MINMAX, ScaleMethod.SEARCH), 0.0)
+    for weight in weights:
+        rows, columns = weight.data.shape
+        exponent = ops.nvfp4_exponent(448.0 * float(weight.scale.max()), "weight")
+        for method in totals:
+            packed: ops.Bytes = np.empty((rows, columns // 2), np.uint8)
+            scale: ops.Bytes = np.empty((rows, columns // NVFP4_GROUP), np.uint8)
+            searched = method is ScaleMethod.SEARCH
+            ops.fp8_block_to_nvfp4(weight.data, weight.scale, BLOCK, exponent, searched, packed, scale)
+            error = ops.nvfp4_error(weight.data, weight.scale, BLOCK, packed, scale, 2.0**exponent)
+            totals[method] += error.squared_error
+    return totals
+
+
 def table_row(name: str, weights: Iterable[Fp8Weight], group_size: int) -> str:
     """A row of the table: each column's squared error relative to that of minmax."""
     errors = squared_errors(weights, group_size)
@@ -112,6 +129,11 @@ def main() -> None:
         for group_size in GROUP_SIZES:
             sys.stdout.write(table_row(name, weights, group_size))
             sys.stdout.flush()
+    sys.stdout.write("\n| NVFP4 weights | minmax | search |\n|---|---|---|\n")
+    for name, weights in groups.items():
+        errors = nvfp4_errors(weights)
+        base = errors[ScaleMethod.MINMAX]
+        sys.stdout.write(f"| {name} | 1.0000 | {errors[ScaleMethod.SEARCH] / base:.4f} |\n")
 
 
 if __name__ == "__main__":

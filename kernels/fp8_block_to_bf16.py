@@ -1,12 +1,16 @@
-"""FP8 block weights to BF16: byte value times block scale, rounded to float32 and then to BF16, as engines do."""
+"""FP8 block weights to BF16: number times block scale, rounded to float32 and then to BF16, as engines do.
+
+The bits of an E4M3 number, moved under float32's exponent, mean 2^-120 of it, subnormal numbers included: three short
+loops without a table or a branch, which become vectors and are several times faster than looking bytes up.
+"""
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.e4m3 import NAN_BYTE, VALUES, bf16_bits
+from quantkit.kernels.e4m3 import NAN_BYTE, bf16_bits
 
-_VALUES32 = VALUES.astype(np.float32)
+_UNIT = np.float32(2.0**120)
 
 
 def fp8_block_to_bf16(
@@ -25,29 +29,27 @@ def fp8_block_to_bf16(
 @numba.njit(nogil=True, cache=True)
 def _decode(weight, scale, block_rows, block_columns, out):  # type: ignore[no-untyped-def]
     rows, columns = weight.shape
-    products = np.empty(256, np.float32)
-    bits = products.view(np.uint32)
-    table = np.empty(256, np.uint16)
-    for row_begin in range(0, rows, block_rows):
-        row_end = min(row_begin + block_rows, rows)
+    bits = np.empty(min(block_columns, columns), np.uint32)
+    numbers = bits.view(np.float32)
+    for row in range(rows):
+        if _has_nan(weight[row]):
+            return row * columns + np.argmax((weight[row] & np.uint8(NAN_BYTE)) == NAN_BYTE)
         for begin in range(0, columns, block_columns):
-            end = min(begin + block_columns, columns)
-            products[:] = _VALUES32 * scale[row_begin // block_rows, begin // block_columns]
-            for byte in range(256):
-                table[byte] = bf16_bits(bits[byte])
-            for row in range(row_begin, row_end):
-                if _translate(weight[row, begin:end], table, out[row, begin:end]):
-                    nan = np.argmax(weight[row, begin:end] & np.uint8(NAN_BYTE))
-                    return row * columns + begin + nan
+            first, count = np.uint64(begin), np.uint64(min(block_columns, columns - begin))
+            step = scale[row // block_rows, begin // block_columns]
+            for position in range(count):
+                byte = np.uint32(weight[row, first + position])
+                bits[position] = (byte & np.uint32(0x80)) << np.uint32(24) | (byte & np.uint32(0x7F)) << np.uint32(20)
+            for position in range(count):
+                numbers[position] = (numbers[position] * _UNIT) * step
+            for position in range(count):
+                out[row, first + position] = bf16_bits(bits[position])
     return -1
 
 
 @numba.njit(nogil=True, cache=True)
-def _translate(source, table, target):  # type: ignore[no-untyped-def]
-    """Look up each byte; returns whether one of them was a NaN."""
+def _has_nan(source):  # type: ignore[no-untyped-def]
     nan = False
     for position in range(np.uint64(source.size)):
-        byte = source[position]
-        nan |= byte & np.uint8(0x7F) == NAN_BYTE
-        target[position] = table[byte]
+        nan |= source[position] & np.uint8(NAN_BYTE) == NAN_BYTE
     return nan

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from quantkit.inspection import inspect
     from quantkit.recipe import Recipe, load_recipe
     from quantkit.report import Manifest
-    from quantkit.serving import Deployment, plan_serving
+    from quantkit.serving.drift import check_drift
+    from quantkit.serving.fit import Deployment, plan_serving
+    from quantkit.serving.phases import Target, plan_phases
     from quantkit.verification import verify
 
 __all__ = [
@@ -26,26 +28,32 @@ __all__ = [
     "Options",
     "QuantkitError",
     "Recipe",
+    "Target",
+    "check_drift",
     "convert",
     "evaluate",
     "inspect",
     "load_recipe",
+    "plan_phases",
     "plan_serving",
     "preview",
     "verify",
 ]
 
 _HOMES = {
-    "Deployment": "serving",
+    "Deployment": "serving.fit",
     "Manifest": "report",
     "Options": "conversion",
     "QuantkitError": "errors",
     "Recipe": "recipe",
+    "Target": "serving.phases",
+    "check_drift": "serving.drift",
     "convert": "conversion",
     "evaluate": "eval.gate",
     "inspect": "inspection",
     "load_recipe": "recipe",
-    "plan_serving": "serving",
+    "plan_phases": "serving.phases",
+    "plan_serving": "serving.fit",
     "preview": "conversion",
     "verify": "verification",
 }

@@ -1,8 +1,9 @@
 """What a person sees: tables on stdout, progress, warnings and errors on stderr. The only user of rich."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,9 +11,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from quantkit.capacity.report import CapacityReport, PublishedFigures
-from quantkit.capacity.tables import tables
+from quantkit.capacity.tables import TextTable
+from quantkit.capacity.tables import tables as capacity_tables
+from quantkit.compatibility.report import Compatibility
 from quantkit.errors import QuantkitError
 from quantkit.eval.offline import OfflineData
+from quantkit.recipe_check.report import RecipeCheck, RecipeList
 from quantkit.remote import PublishReport
 from quantkit.report import (
     AccuracyReport,
@@ -26,6 +30,8 @@ from quantkit.report import (
     Verdict,
     Verification,
 )
+from quantkit.serving.manifest import DriftReport, PhasePlan
+from quantkit.serving.tables import drift_table, launch_texts, phase_tables
 
 _MOST_TASKS = 20  # in a table
 _FILE_WIDTH = 160  # of tables that go to a file or a pipe
@@ -37,22 +43,8 @@ def show(report: Report, *, as_json: bool) -> None:
     """Print a report on stdout: as one JSON object, or as tables."""
     if as_json:
         sys.stdout.write(report.to_json())
-    elif isinstance(report, Manifest):
-        _show_manifest(report)
-    elif isinstance(report, Verification):
-        _show_verification(report)
-    elif isinstance(report, Inspection):
-        _show_inspection(report)
-    elif isinstance(report, DistributionReport):
-        _show_distribution(report)
-    elif isinstance(report, AccuracyReport):
-        _show_accuracy(report)
-    elif isinstance(report, PublishReport):
-        _show_publication(report)
-    elif isinstance(report, OfflineData):
-        _show_offline_data(report)
-    elif isinstance(report, CapacityReport | PublishedFigures):
-        _show_capacity(report)
+    else:
+        _SHOWN_BY[type(report)](report)
     for warning in getattr(report, "warnings", ()):
         _ERR.print(f"[yellow]warning:[/] {escape(warning)}")
 
@@ -182,13 +174,43 @@ def _show_inspection(result: Inspection) -> None:
     )
 
 
-def _show_capacity(report: CapacityReport | PublishedFigures) -> None:
-    for content in tables(report):
+def _show_compatibility(report: Compatibility) -> None:
+    _print_tables((report.table(),))
+    for where, text in report.findings():
+        _OUT.print(f"[yellow]{escape(where)}:[/] {escape(text)}", highlight=False)
+
+
+def _print_tables(tables: Iterable[TextTable]) -> None:
+    for content in tables:
         table = _table(escape(content.title), *content.headings)
         for row in content.rows:
             table.add_row(*map(escape, row))
         table.columns[-1].no_wrap = False
         _OUT.print(table)
+
+
+def _show_capacity(report: CapacityReport | PublishedFigures) -> None:
+    _print_tables(capacity_tables(report))
+
+
+def _show_phases(plan: PhasePlan) -> None:
+    """Command lines are printed as they are, to be copied."""
+    _print_tables(phase_tables(plan))
+    for reason in plan.reasons:
+        _OUT.print(escape(reason))
+    for engine, texts in launch_texts(plan):
+        _OUT.print(f"\n[bold]{escape(engine)}[/]")
+        for text in texts:
+            sys.stdout.write(f"{text}\n")
+
+
+def _show_drift(report: DriftReport) -> None:
+    _print_tables((drift_table(report),))
+    for drift in report.drifts:
+        what = f"{drift.pool}, {drift.field}: expected {drift.expected}, found {drift.found}"
+        _OUT.print(f"[red]drift:[/] {escape(what)}", highlight=False)
+    for text in report.unchecked:
+        _OUT.print(f"not checked: {escape(text)}")
 
 
 def _show_accuracy(report: AccuracyReport) -> None:
@@ -258,3 +280,21 @@ def _show_publication(report: PublishReport) -> None:
         f"{escape(report.url)} ({visibility}), {escape(report.revision)}: {len(report.files)} files, {sent}, "
         f"{report.already_there} already there" + (f"; commit {report.commit}" if report.commit else "")
     )
+
+
+_SHOWN_BY: dict[type[Report], Callable[[Any], None]] = {
+    Manifest: _show_manifest,
+    Verification: _show_verification,
+    Inspection: _show_inspection,
+    Compatibility: _show_compatibility,
+    DistributionReport: _show_distribution,
+    AccuracyReport: _show_accuracy,
+    PublishReport: _show_publication,
+    OfflineData: _show_offline_data,
+    CapacityReport: _show_capacity,
+    PublishedFigures: _show_capacity,
+    PhasePlan: _show_phases,
+    DriftReport: _show_drift,
+    RecipeList: lambda report: _print_tables(report.tables()),
+    RecipeCheck: lambda report: _print_tables(report.tables()),
+}

@@ -54,10 +54,10 @@ def _layer_groups(weights: Iterable[Weight], num_hidden_layers: int) -> Iterator
         nbytes = sum(weight.nbytes for weight in group)
         alike.setdefault((layer >= num_hidden_layers, nbytes, tuple(sorted(counts.items()))), []).append(layer)
     for (mtp, nbytes, items), numbers in alike.items():
-        yield LayerGroup(_ranges(numbers), mtp, len(numbers), dict(items), nbytes)
+        yield LayerGroup(number_ranges(numbers), mtp, len(numbers), dict(items), nbytes)
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def number_ranges(numbers: Iterable[int]) -> str:
     """`0-2, 6, 10` for the numbers 0 1 2 6 10."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -36,7 +36,7 @@ class Role(StrEnum):
 _ROLES = tuple(
     (re.compile(pattern), role)
     for pattern, role in (
-        (r"mlp\.experts\.\d+\.(gate|up|down)_proj", Role.ROUTED_EXPERT),
+        (r"mlp\.experts\.(\d+\.(gate|up|down)_proj|gate_up_proj|down_proj)", Role.ROUTED_EXPERT),
         (r"mlp\.shared_experts?\.(gate|up|down)_proj", Role.SHARED_EXPERT),
         (r"mlp\.(gate|up|down)_proj", Role.DENSE_MLP),
         (r"mlp\.gate", Role.ROUTER),
@@ -93,7 +93,7 @@ class TensorName:
 
     @cached_property
     def expert(self) -> int | None:
-        """The number in `experts.E` of a routed expert."""
+        """The number in `experts.E` of a routed expert; None for all experts of a layer in one tensor."""
         match = _EXPERT.search(self.module)
         return int(match[1]) if match else None
 
@@ -102,8 +102,10 @@ class TensorName:
         """What the module does; the router's correction bias has a role of its own, because it must stay FP32."""
         if _VISION.match(self.module):
             return Role.VISION
-        match = _IN_LAYER.fullmatch(self.module)
-        top = _AT_TOP.fullmatch(self.module)
+        fused_experts = self.module.endswith(".mlp.experts")  # whose tensors are parameters, not weights of modules
+        module = str(self) if fused_experts else self.module
+        match = _IN_LAYER.fullmatch(module)
+        top = _AT_TOP.fullmatch(module)
         local = match[2] if match else top[1] if top else ""
         role = next((role for pattern, role in _ROLES if pattern.fullmatch(local)), Role.OTHER)
         return Role.ROUTER_BIAS if role is Role.ROUTER and self.leaf.endswith("bias") else role
@@ -118,7 +120,12 @@ class TensorName:
 
         All experts of a layer and all their projections are partners: engines hold them in one module.
         """
-        if self.expert is not None:
-            return self.module[: self.module.index(".experts.")] + ".experts"
+        if self.expert is not None or self.role is Role.ROUTED_EXPERT:
+            return self.module.partition(".experts")[0] + ".experts"
+        return self.fused_projection
+
+    @property
+    def fused_projection(self) -> str | None:
+        """The projection that the module is a part of once fused, of one expert only; its parts share scales."""
         parent, _, last = self.module.rpartition(".")
         return f"{parent}.{_FUSED[last]}" if last in _FUSED else None

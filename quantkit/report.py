@@ -70,10 +70,11 @@ class Group:
 class Manifest(Report):
     """What a conversion made of what; `quantkit.json` in its output. A dry run's has no files.
 
-    source       name, revision (for Hub repositories), model type, bytes, number of tensors, sha256 of all files
-    recipe       as its YAML file says it, overrides applied
-    total_bytes  of all tensors, as the index's `total_size`
-    file_bytes   of all shards, headers included
+    source          name, revision (for Hub repositories), model type, bytes, number of tensors, sha256 of all files
+    recipe          as its YAML file says it, overrides applied
+    total_bytes     of all tensors, as the index's `total_size`; file_bytes: of all shards, headers included
+    nvfp4_groups    whose scales were clamped at the largest or raised to the smallest, or whose codes are all zero
+    rounded_scales  global scales of another dialect that are no powers of two: their reciprocals are rounded
     """
 
     version: str
@@ -86,6 +87,8 @@ class Manifest(Report):
     file_bytes: int
     files: dict[str, File] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    nvfp4_groups: dict[str, int] = field(default_factory=dict)
+    rounded_scales: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

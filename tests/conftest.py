@@ -1,8 +1,10 @@
 """What several test files use: a small random checkpoint, the trained one and its conversions; lm-eval and a task."""
 
 import copy
+import gc
 import importlib.util
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ from quantkit.eval.loading import Loaded, load
 from quantkit.eval.task_specs import TaskSpec
 from quantkit.formats import fp8_block
 
+os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when triton is imported, which is later
+
 TOY_CONFIG: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
@@ -27,7 +31,7 @@ TOY_CONFIG: dict[str, Any] = {
     "hidden_size": 256,
     "vocab_size": 96,
     "first_k_dense_replace": 1,
-    "intermediate_size": 384,
+    "intermediate_size": 512,
     "moe_intermediate_size": 128,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -117,7 +121,7 @@ def glm_tiny() -> Path:
 def glm_tiny_converted(glm_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The trained checkpoint converted by each built-in recipe, by the recipe's name."""
     folder = tmp_path_factory.mktemp("glm-tiny")
-    for recipe in ("glm-5.2-int4", "glm-5.2-int4-bf16rest", "bf16"):
+    for recipe in ("glm-5.2-int4", "glm-5.2-int4-bf16rest", "glm-5.2-nvfp4", "glm-5.2-nvfp4-modelopt", "bf16"):
         quantkit.convert(glm_tiny, folder / recipe, recipe)
     return {path.name: path for path in folder.iterdir()}
 
@@ -139,6 +143,14 @@ def harness() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accuracy, "_task_manager", lambda: manager)
         yield lm_eval
+
+
+@pytest.fixture(scope="module")
+def no_garbage() -> Iterator[None]:
+    """The headers of published models are half a million objects; looking for garbage in them takes long."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ LAYERS = {
     "card": 6,
     "conversion": 7,
     "inspection": 7,
+    "compatibility": 7,
     "publish": 7,
+    "recipe_check": 8,
     "serving": 8,
     "eval": 8,
     "console": 9,
@@ -77,6 +79,7 @@ def test_imports_go_down(path: Path) -> None:
         ("typer", {"cli"}),
         ("transformers", {"eval"}),
         ("numba", {"kernels"}),
+        ("triton", {"kernels"}),
         ("yaml", {"recipe", "card", "capacity"}),  # recipes, the metadata of model cards, the table of GPUs
     ],
 )

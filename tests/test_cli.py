@@ -24,7 +24,14 @@ from quantkit.cli import app, main
 PROGRAM = Path(sysconfig.get_path("scripts")) / "quantkit"
 HEAVY = ("torch", "numpy", "numba", "transformers", "huggingface_hub")
 ROOT: Any = typer.main.get_command(app)
-COMMANDS: dict[str, Any] = ROOT.commands
+COMMANDS: dict[str, Any] = {  # `recipes list` and the like come after `recipes`
+    " ".join(words): command
+    for name, group in ROOT.commands.items()
+    for words, command in (
+        ((name,), group),
+        *(((name, action), command) for action, command in getattr(group, "commands", {}).items()),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -125,15 +132,16 @@ def test_help_of_the_program_has_examples(quantkit: Runner) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_has_examples(quantkit: Runner, command: str) -> None:
     """The help of every command shows command lines of that command, each of which parses."""
-    result = quantkit(command, "--help")
+    words = command.split()
+    result = quantkit(*words, "--help")
 
     assert result.exit_code == 0
     assert result.stderr == ""
     found = examples(result.stdout)
     assert found
-    for name, *arguments in found:
-        assert name == command
-        COMMANDS[command].make_context(command, arguments)
+    for line in found:
+        assert line[: len(words)] == words
+        COMMANDS[command].make_context(command, line[len(words) :])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -168,7 +176,8 @@ def test_help_and_usage_errors_load_nothing_heavy() -> None:
                 pass
         print(json.dumps([name for name in names.split(",") if name in sys.modules]))
     """
-    lines = ["", "--help", "--version", "nothing", *(f"{name} --help" for name in COMMANDS), *COMMANDS]
+    incomplete = (name for name in COMMANDS if name != "recipes list")  # which needs nothing more
+    lines = ["", "--help", "--version", "nothing", *(f"{name} --help" for name in COMMANDS), *incomplete]
 
     assert run_python(code, ",".join(HEAVY), *lines) == []
 
@@ -260,14 +269,29 @@ def test_failed_check_is_exit_code_3(quantkit: Runner, toy_int4: Path, tmp_path:
         assert "FAILED" in result.stdout
 
 
+EXCLUDE = "--int4, --nvfp4, --bf16 and --recipe exclude each other"
 KNOWN_ERRORS: dict[str, tuple[int, str]] = {
     "inspect NOWHERE": (1, "NOWHERE: no such folder"),
     "inspect EMPTY": (1, "EMPTY: config.json is missing"),
     "convert NOWHERE --dry-run": (1, "NOWHERE: no such folder"),
     "convert TOY": (2, "where to?"),
-    "convert TOY --int4 --bf16 --dry-run": (2, "--int4, --bf16 and --recipe exclude each other"),
-    "convert TOY --int4 --recipe bf16 --dry-run": (2, "--int4, --bf16 and --recipe exclude each other"),
-    "convert TOY --bf16 --group-size 64 --dry-run": (2, "--group-size needs a recipe with INT4 in it"),
+    "convert TOY --int4 --bf16 --dry-run": (2, EXCLUDE),
+    "convert TOY --int4 --nvfp4 --dry-run": (2, EXCLUDE),
+    "convert TOY --nvfp4 --bf16 --dry-run": (2, EXCLUDE),
+    "convert TOY --int4 --recipe bf16 --dry-run": (2, EXCLUDE),
+    "convert TOY --nvfp4 --recipe glm-5.2-nvfp4 --dry-run": (2, EXCLUDE),
+    "convert TOY --bf16 --group-size 64 --dry-run": (2, "--group-size needs a recipe with int4 in it; bf16 has none"),
+    "convert TOY --nvfp4 --group-size 64 --dry-run": (2, "--group-size needs a recipe with int4 in it"),
+    "convert TOY --nvfp4 --scale signed --dry-run": (1, "NVFP4 scales are never negative"),
+    "convert TOY --format modelopt --dry-run": (1, "the format modelopt holds NVFP4, and not INT4"),
+    "convert TOY --int4 --format modelopt --dry-run": (1, "the format modelopt holds NVFP4, and not INT4"),
+    "convert TOY --recipe glm-5.2-int4 --format modelopt --dry-run": (1, "rule 1 of glm-5.2-int4 makes INT4"),
+    "convert TOY --recipe glm-5.2-nvfp4 --format modelopt --dry-run": (1, "the format modelopt cannot hold"),
+    "convert INT4 --format modelopt --dry-run": (1, "the format modelopt holds NVFP4, and not INT4"),
+    "recipes show nothing": (2, "there is no recipe 'nothing'"),
+    "recipes check NO-TYPES.yaml": (1, "NO-TYPES: model_types"),
+    "recipes check bf16 NOWHERE": (1, "NOWHERE: no such folder"),
+    "recipes check glm-4.x-int4 TOY": (1, "is made for glm4_moe, glm4_moe_lite"),
     "convert TOY --recipe nothing --dry-run": (2, "there is no recipe 'nothing'"),
     "convert TOY --recipe NOWHERE.yaml --dry-run": (1, "NOWHERE.yaml: cannot be read"),
     "convert TOY --recipe NOT-TEXT.yaml --dry-run": (1, "NOT-TEXT"),
@@ -318,7 +342,12 @@ def test_known_error_is_a_sentence(
     [
         ("inspect ./NOWHERE", "Check the path."),
         ("convert ./TOY", "Give -o FOLDER, or --dry-run."),
-        ("convert ./TOY --recipe nothing --dry-run", "Built in: bf16, glm-5.2-int4"),
+        ("convert ./TOY --recipe nothing --dry-run", "Built in: bf16, deepseek-v3-int4"),
+        ("convert ./TOY --format modelopt --dry-run", "Give --nvfp4 for NVFP4, or leave --format out for INT4."),
+        ("convert ./TOY --int4 --format modelopt --dry-run", "Give --nvfp4 for NVFP4, or leave --format out for INT4."),
+        ("convert ./TOY --recipe glm-5.2-nvfp4 --format modelopt --dry-run", "Give --rest bf16."),
+        ("convert ./INT4 --int4 --dry-run", "Serve it as it is"),
+        ("recipes check glm-4.x-int4 ./TOY", "quantkit recipes list says which recipe is for which model types."),
         ("convert ./TOY -o ./INT4", "Choose another folder, or give --overwrite."),
         ("convert ./TOY -o ./TOY", "Choose another output."),
     ],
@@ -345,6 +374,9 @@ def test_known_error_has_a_hint(
         ("convert source --group-size many", "--group-size"),
         ("convert source --rest int8", "--rest"),
         ("convert source --scale best", "--scale"),
+        ("convert source --format gguf", "--format"),
+        ("recipes nothing", "nothing"),
+        ("recipes show", "recipe"),
         ("convert source --workers 0", "--workers"),
         ("verify", "checkpoint"),
         ("push source", "repo"),

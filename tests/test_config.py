@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.checkpoint.config import int4_config, splice
+from quantkit.checkpoint.config import splice
 from quantkit.errors import SourceError
 
 NEW: dict[str, Any] = {"quant_method": "compressed-tensors", "ignore": ["lm_head", r"re:.*mlp\.gate$"], "x": None}
@@ -211,38 +211,3 @@ def test_splice_refuses_what_is_no_object(text: str) -> None:
     """Text that is not a JSON object is a SourceError that names config.json."""
     with pytest.raises(SourceError, match=r"config\.json"):
         splice(text, NEW)
-
-
-def test_the_config_for_a_bf16_rest_is_the_published_one() -> None:
-    """INT4 experts with a BF16 rest: one group, and the ignore list that both engines' matchers were run with."""
-    assert int4_config(32, None) == BF16_REST
-
-
-def test_the_config_for_an_fp8_rest_is_the_proved_one() -> None:
-    """INT4 experts with an FP8 rest: two groups, the experts' regex in the first, `pack-quantized` at the top."""
-    assert int4_config(32, (128, 128)) == FP8_REST
-
-
-@pytest.mark.parametrize("block", [None, (128, 128), (64, 32)])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_group_size_and_block_are_the_only_parameters(group_size: int, block: tuple[int, int] | None) -> None:
-    """Another group size or block changes these two numbers of the config and nothing else."""
-    config = int4_config(group_size, block)
-    assert config["config_groups"]["group_0"]["weights"].pop("group_size") == group_size
-    if block:
-        assert config["config_groups"]["group_1"]["weights"].pop("block_structure") == list(block)
-
-    expected = json.loads(json.dumps(FP8_REST if block else BF16_REST))
-    del expected["config_groups"]["group_0"]["weights"]["group_size"]
-    if block:
-        del expected["config_groups"]["group_1"]["weights"]["block_structure"]
-    assert config == expected
-
-
-def test_a_config_belongs_to_its_caller() -> None:
-    """Changing one returned config does not change the next."""
-    first = int4_config(32, (128, 128))
-    first["ignore"].clear()
-    first["config_groups"]["group_0"]["targets"].clear()
-
-    assert int4_config(32, (128, 128)) == FP8_REST

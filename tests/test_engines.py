@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.checkpoint.config import int4_config
-from quantkit.checkpoint.engines import ENGINES, LINEAR_ROLES, ConfigMatcher, Engine
+from quantkit.checkpoint.engines import ENGINES, LINEAR_ROLES, ConfigMatcher, Engine, matchers
 from quantkit.checkpoint.inventory import inventory
 from quantkit.errors import EngineError
 from quantkit.naming import Role, TensorName
+from quantkit.plan import make_plan
+from quantkit.recipe import load_recipe
 
 VLLM, SGLANG, TRANSFORMERS = ENGINES
-BF16_REST, FP8_REST = int4_config(32, None), int4_config(32, (128, 128))
 NUM_LAYERS = 2  # a dense layer 0, a sparse layer 1, and the MTP layer 2
 
 TOY = {
@@ -43,6 +44,17 @@ TOY = {
     "vocab_size": 512,
 }
 
+
+def config_of(recipe: str) -> dict[str, Any]:
+    """What a plan by `recipe` says of the toy, published in FP8 blocks."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    source = inventory("toy", json.dumps({**TOY, "quantization_config": quantization}))
+    config = make_plan(source, load_recipe(recipe)).quantization_config
+    assert config is not None
+    return config
+
+
+BF16_REST, FP8_REST = config_of("glm-5.2-int4-bf16rest"), config_of("glm-5.2-int4")
 Groups = dict[str, tuple[str | None, str | None]]  # module -> its group with a BF16 rest, and with an FP8 rest
 ATTENTION: Groups = {
     "self_attn.q_a_proj": (None, "group_1"),
@@ -64,12 +76,11 @@ SPARSE: Groups = {
         for part in ("gate", "up", "down")
     },
 }
-MTP: Groups = {**SPARSE, "eh_proj": (None, None)}
 GROUPS: Groups = {
     "lm_head": (None, None),
     **{
         f"model.layers.{layer}.{local}": groups
-        for layer, modules in enumerate((DENSE, SPARSE, MTP))
+        for layer, modules in enumerate((DENSE, SPARSE, SPARSE))
         for local, groups in modules.items()
     },
 }
@@ -158,7 +169,8 @@ def test_a_group_means_tensors_on_disk(engine: Engine) -> None:
 def test_a_config_without_the_fused_name_is_caught_for_sglang(module: str) -> None:
     """SGLang looks for `gate_up_proj` alone: a list of the checkpoint's own names would make it build INT4."""
     config = copy.deepcopy(BF16_REST)
-    config["ignore"][-1] = r"re:.*mlp\.(gate|up|down)_proj.*"
+    fused = r"re:.*mlp\.(gate|up|gate_up)_proj$"
+    config["ignore"][config["ignore"].index(fused)] = r"re:.*mlp\.(gate|up)_proj$"
 
     assert ConfigMatcher(config, VLLM, NUM_LAYERS).group(module_name(module)) is None
     assert ConfigMatcher(config, TRANSFORMERS, NUM_LAYERS).group(module_name(module)) is None
@@ -265,8 +277,8 @@ def test_a_fused_module_is_targeted_by_name_class_and_members(targets: list[str]
         ("self_attn.o_proj", "model.layers.1.self_attn.o_proj", {"SGLang"}),
         ("o_proj", "model.layers.1.self_attn.o_proj", {"SGLang"}),
         ("_proj", "model.layers.1.self_attn.o_proj", set()),
-        ("lm_head", "lm_head", {"vLLM", "SGLang", "transformers"}),
-        ("lm_head", "language_model.lm_head", {"SGLang"}),
+        ("kv_b_proj", "model.layers.1.self_attn.kv_b_proj", {"SGLang"}),
+        ("model.layers.1.mlp.down_proj", "language_model.model.layers.1.mlp.down_proj", {"SGLang"}),
         ("model.layers.1.self_attn", "model.layers.1.self_attn.o_proj", set()),
         ("model.layers.1", "model.layers.10.self_attn.o_proj", set()),
         ("model-layers-1-self_attn-o_proj", "model.layers.1.self_attn.o_proj", set()),
@@ -289,8 +301,8 @@ def test_the_mtp_layer_has_another_prefix_in_sglang() -> None:
     name = module_name("model.layers.2.mlp.experts.0.up_proj")
 
     def ignoring(entry: str) -> set[str]:
-        matchers = [ConfigMatcher(config_with({"int": ["Linear"]}, [entry]), engine, NUM_LAYERS) for engine in ENGINES]
-        return {matcher.engine.name for matcher in matchers if matcher.group(name) is None}
+        found = [ConfigMatcher(config_with({"int": ["Linear"]}, [entry]), engine, NUM_LAYERS) for engine in ENGINES]
+        return {matcher.engine.name for matcher in found if matcher.group(name) is None}
 
     assert ignoring(r"re:.*layers\.2\..*") == {"vLLM", "transformers"}
     assert ignoring(r"re:model\.decoder\.mlp\.experts\..*") == {"SGLang"}
@@ -321,10 +333,65 @@ def test_without_target_and_ignore_a_module_is_unquantized(engine: Engine) -> No
     assert ConfigMatcher(elsewhere, engine, NUM_LAYERS).group(name) is None
 
 
-def test_an_mtp_projection_and_the_head_are_linear_and_a_router_is_not() -> None:
+def test_the_head_is_linear_and_a_router_or_an_mtp_projection_is_not() -> None:
     """What no engine gives a scheme from the config is not asked for one."""
-    assert LINEAR_ROLES.isdisjoint({Role.ROUTER, Role.ROUTER_BIAS, Role.NORM, Role.EMBEDDING, Role.VISION, Role.OTHER})
-    assert {Role.MTP_PROJECTION, Role.LM_HEAD, Role.INDEXER_WEIGHTS, Role.ROUTED_EXPERT} <= LINEAR_ROLES
+    never = {Role.ROUTER, Role.ROUTER_BIAS, Role.NORM, Role.EMBEDDING, Role.MTP_PROJECTION, Role.VISION, Role.OTHER}
+    assert LINEAR_ROLES.isdisjoint(never)
+    assert {Role.LM_HEAD, Role.INDEXER_WEIGHTS, Role.ROUTED_EXPERT} <= LINEAR_ROLES
+
+
+def test_the_head_is_quantized_by_its_name_only() -> None:
+    """The class `Linear` is the head's in transformers alone; a target with its name serves all engines."""
+    by_class, by_name = config_with({"int": ["Linear"]}, []), config_with({"int": [r"re:.*lm_head$"]}, [])
+
+    def quantizing(config: dict[str, Any]) -> set[str]:
+        found = [ConfigMatcher(config, engine, NUM_LAYERS) for engine in ENGINES]
+        return {matcher.engine.name for matcher in found if matcher.group(module_name("lm_head")) == "int"}
+
+    assert quantizing(by_class) == {"transformers"}
+    assert quantizing(by_name) == {"vLLM", "SGLang", "transformers"}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+def test_sglang_alone_refuses_a_module_without_target(engine: Engine) -> None:
+    """A module that nothing ignores and nothing targets is an error in SGLang, but not the head."""
+    config = config_with({"int": [r"re:.*experts.*"]}, [r"re:.*o_proj$"])
+    modules = ("model.layers.1.self_attn.q_b_proj", "model.layers.1.self_attn.o_proj", "lm_head")
+    matcher = ConfigMatcher(config, engine, NUM_LAYERS)
+
+    homeless = [module for module in modules if matcher.is_homeless(module_name(module))]
+    assert homeless == (["model.layers.1.self_attn.q_b_proj"] if engine is SGLANG else [])
+
+
+MODELOPT_CASES = [
+    (["model.layers.7"], "model.layers.70.self_attn.o_proj", {"vLLM"}),
+    (["model.layers.7"], "model.layers.7.self_attn.o_proj", {"vLLM"}),
+    (["model.layers.7.*"], "model.layers.70.self_attn.o_proj", set()),
+    (["model.layers.1*"], "model.layers.17.self_attn.o_proj", {"vLLM", "SGLang"}),
+    (["model.layers.1.*"], "model.layers.17.self_attn.o_proj", set()),
+    (["self_attn"], "model.layers.3.self_attn.o_proj", {"vLLM", "SGLang"}),
+    (["layers.3.self_attn"], "model.layers.3.self_attn.o_proj", {"vLLM"}),
+    (["*o_proj"], "model.layers.3.self_attn.o_proj", {"vLLM", "SGLang"}),
+    (["model.layers.3.self_attn.q_b_proj"], "model.layers.4.self_attn.q_b_proj", {"SGLang"}),
+    (["model.layers.3.mlp.experts"], "model.layers.3.mlp.experts.7.up_proj", {"vLLM", "SGLang"}),
+    (["model.layers.3.mlp.experts*"], "model.layers.30.mlp.experts.7.up_proj", set()),
+    (["model.layers.3.*"], "language_model.model.layers.3.self_attn.o_proj", {"SGLang"}),
+    (["model.layers.3."], "language_model.model.layers.3.self_attn.o_proj", {"vLLM"}),
+    (["lm_head"], "lm_head", {"vLLM", "SGLang"}),
+]
+
+
+@pytest.mark.parametrize(("excluded", "module", "engines"), MODELOPT_CASES)
+def test_modelopts_list_is_read_as_each_engine_does(excluded: list[str], module: str, engines: set[str]) -> None:
+    """vLLM takes any part of a name, SGLang a whole part between dots, both shell patterns of the whole name."""
+    config = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": excluded}
+    found = {matcher.engine.name for matcher in matchers(config, 78) if not leaves_are_nvfp4(matcher.leaves, module)}
+
+    assert found == engines
+
+
+def leaves_are_nvfp4(leaves: Callable[[TensorName], frozenset[str]], module: str) -> bool:
+    return leaves(module_name(module)) == {"weight", "weight_scale", "weight_scale_2"}
 
 
 FOREIGN = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import OutputError, UsageError
+from quantkit.errors import OutputError, SourceError, UsageError
 from quantkit.eval import accuracy, gate
 from quantkit.eval.gate import Options, evaluate, write_report
 from quantkit.eval.task_specs import TaskSpec
@@ -72,11 +72,33 @@ def test_a_sound_conversion_is_not_refused(quick: AccuracyReport) -> None:
     assert quick.candidate_digest != quick.baseline_digest
 
 
-@pytest.mark.parametrize(("baseline", "unsigned"), [("glm-5.2-int4-bf16rest", False), ("bf16", True)])
+def test_nvfp4_is_judged(glm_tiny_converted: dict[str, Path]) -> None:
+    """NVFP4 is measured as INT4 is; experts without their global scales would leave nothing of the model."""
+    report = evaluate(glm_tiny_converted["glm-5.2-nvfp4"], glm_tiny_converted["bf16"], QUICK)
+
+    assert report.verdict in (Verdict.PASS, Verdict.CANNOT_DECIDE), report.reasons
+    assert report.distribution is not None
+    assert 0 < report.distribution.kl_divergence < 0.02
+    assert report.warnings == (f"{report.candidate} is measured with unquantized activations (input_activations null)",)
+
+
+def test_what_cannot_be_measured_is_refused_first(glm_tiny_converted: dict[str, Path]) -> None:
+    """ModelOpt's NVFP4 is refused with the command that respells it, as candidate and as baseline."""
+    modelopt, bf16 = glm_tiny_converted["glm-5.2-nvfp4-modelopt"], glm_tiny_converted["bf16"]
+
+    for folders in ((modelopt, bf16), (bf16, modelopt)):
+        with pytest.raises(SourceError, match="ModelOpt's spelling") as caught:
+            evaluate(*folders, QUICK)
+        assert f"quantkit convert {modelopt} --format compressed-tensors -o FOLDER" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "unsigned"), [("glm-5.2-int4-bf16rest", False), ("glm-5.2-nvfp4", False), ("bf16", True)]
+)
 def test_only_what_can_be_compared_is_verified(
     glm_tiny_converted: dict[str, Path], tmp_path: Path, baseline: str, unsigned: bool
 ) -> None:
-    """A baseline that is INT4 itself, and a candidate by another tool, are no reason to fail a candidate."""
+    """A baseline that is 4-bit itself, and a candidate by another tool, are no reason to fail a candidate."""
     candidate = tmp_path / "candidate"
     shutil.copytree(glm_tiny_converted["glm-5.2-int4"], candidate)
     if unsigned:

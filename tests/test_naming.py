@@ -42,7 +42,7 @@ MTP: dict[str, tuple[str, str | None]] = {
     "hnorm": ("norm", None),
     "eh_proj": ("mtp_projection", None),
     "shared_head.norm": ("norm", None),
-    "shared_head.head": ("lm_head", None),  # GLM-4.x has its own
+    "shared_head.head": ("lm_head", None),  # GLM-4.x and DeepSeek-V3 have their own
     "embed_tokens": ("embedding", None),
 }
 LAYERS = [
@@ -77,6 +77,8 @@ def test_every_module_of_a_glm5_layer_is_known(
         ("model.layers.91.mlp.experts.159.up_proj.weight", "routed_expert", "model.layers.91.mlp.experts"),
         ("model.layers.91.mlp.gate.e_score_correction_bias", "router_bias", None),
         ("model.layers.31.mlp.down_proj.weight", "dense_mlp", None),
+        ("model.layers.0.self_attn.o_proj.bias", "attention", None),
+        ("model.layers.0.mlp.up_proj.bias", "dense_mlp", "model.layers.0.mlp.gate_up_proj"),
     ],
 )
 def test_grouped_query_attention_is_known(name: str, role: str, fused: str | None) -> None:
@@ -140,7 +142,8 @@ def test_vision_is_apart_from_text(name: str) -> None:
         ("mlp.gates", "other"),
         ("mlp.gate_proj_extra", "other"),
         ("mlp.experts.0.gate", "other"),
-        ("mlp.experts.gate_up_proj", "other"),  # experts fused in one tensor are not understood
+        ("mlp.experts.gate_proj", "other"),  # no one fuses experts and leaves gate and up apart
+        ("mlp.experts", "other"),
         ("xmlp.gate_proj", "other"),
         ("self_attn.kv_b_proj.lora_a", "other"),
     ],
@@ -148,6 +151,25 @@ def test_vision_is_apart_from_text(name: str) -> None:
 def test_a_router_is_not_a_gate_projection(local: str, role: str) -> None:
     """Names that hold each other are told apart, and no pattern matches a part of a module's name."""
     assert TensorName.parse(f"model.layers.4.{local}.weight").role == role
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("model.layers.3.mlp.experts.gate_up_proj", "routed_expert"),
+        ("model.layers.3.mlp.experts.down_proj", "routed_expert"),
+        ("model.language_model.layers.3.mlp.experts.gate_up_proj.weight", "routed_expert"),
+        ("model.layers.3.mlp.experts.gate_up_proj_bias", "other"),
+        ("model.layers.3.mlp.down_proj", "other"),  # a dense one is a module with a weight
+    ],
+)
+def test_all_experts_in_one_tensor_are_routed_experts(name: str, role: str) -> None:
+    """transformers keeps the experts of a layer in two parameters, which have the layer and no expert's number."""
+    parsed = TensorName.parse(name)
+
+    assert (parsed.role, parsed.layer, parsed.expert) == (role, 3, None)
+    if role == "routed_expert":
+        assert parsed.fused_module == name.partition(".experts")[0] + ".experts"
 
 
 @pytest.mark.parametrize("name", ["", "weight", "foo.bar", "model.layers.x.mlp.gate_proj.weight", "layers.3", "model."])

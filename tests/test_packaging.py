@@ -42,8 +42,8 @@ def test_wheel_holds_one_import_name(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"quantkit"}
-    expected = [f"quantkit/{folder}/{path.name}" for folder in LINKED for path in (ROOT / folder).glob("*.[pyj]*")]
-    assert {name for name in expected if not name.endswith((".pyc",))} <= set(names)
+    sources = [path.relative_to(ROOT) for folder in LINKED for path in (ROOT / folder).rglob("*.[pyj]*")]
+    assert {f"quantkit/{path}" for path in sources if "__pycache__" not in path.parts} <= set(names)
     assert "quantkit/py.typed" in names
 
 

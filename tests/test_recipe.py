@@ -9,27 +9,69 @@ import pytest
 import yaml
 
 from quantkit.errors import QuantkitError, RecipeError, UsageError
-from quantkit.naming import Role
+from quantkit.naming import Role, TensorName
 from quantkit.recipe import (
+    Dialect,
     Recipe,
     Rest,
     Rule,
     ScaleMethod,
     Scheme,
     Treatment,
+    default_recipe,
     find_alias,
-    int4_recipe,
     load_recipe,
     parse_recipe,
     recipe_names,
+    recipe_text,
 )
 
 LAST = "\n  - {roles: all, scheme: keep}"
+INT4 = "scheme: int4, group_size: 32, scale: search"
+NAMES = {
+    Role.EMBEDDING: "model.embed_tokens",
+    Role.LM_HEAD: "lm_head",
+    Role.NORM: "model.norm",
+    Role.ATTENTION: "model.layers.0.self_attn.o_proj",
+    Role.KV_B: "model.layers.0.self_attn.kv_b_proj",
+    Role.INDEXER: "model.layers.0.self_attn.indexer.wk",
+    Role.INDEXER_WEIGHTS: "model.layers.0.self_attn.indexer.weights_proj",
+    Role.ROUTER: "model.layers.1.mlp.gate",
+    Role.DENSE_MLP: "model.layers.0.mlp.up_proj",
+    Role.SHARED_EXPERT: "model.layers.1.mlp.shared_experts.up_proj",
+    Role.ROUTED_EXPERT: "model.layers.1.mlp.experts.0.up_proj",
+    Role.MTP_PROJECTION: "model.layers.2.eh_proj",
+    Role.VISION: "vision_tower.encoder.blocks.0.mlp",
+    Role.OTHER: "model.layers.0.something",
+}
+
+
+def treat(recipe: Recipe, role: Role) -> Treatment:
+    """What becomes of a weight of `role` in a model of two main layers."""
+    leaf = "e_score_correction_bias" if role is Role.ROUTER_BIAS else "weight"
+    name = TensorName(NAMES[Role.ROUTER if role is Role.ROUTER_BIAS else role], leaf)
+    assert name.role is role
+    return recipe.treatment(name, 2)
 
 
 def test_the_built_in_recipes_are_these() -> None:
     """The recipes that ship are listed by name, without the list of models."""
-    assert recipe_names() == ("bf16", "glm-5.2-int4", "glm-5.2-int4-bf16rest", "int4")
+    assert recipe_names() == (
+        "bf16",
+        "deepseek-v3-int4",
+        "deepseek-v3-nvfp4",
+        "glm-4.x-int4",
+        "glm-4.x-nvfp4",
+        "glm-5.2-int4",
+        "glm-5.2-int4-bf16rest",
+        "glm-5.2-nvfp4",
+        "glm-5.2-nvfp4-modelopt",
+        "int4",
+        "kimi-k2.6-nvfp4",
+        "moe-nvfp4-modelopt",
+        "nvfp4",
+        "nvfp4-modelopt",
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,13 +91,13 @@ def test_a_built_in_recipe_treats_each_role_as_it_says(
     assert recipe.name == name
     assert recipe.description
     assert recipe.model_types == model_types
-    assert {role: recipe.treatment(role).scheme for role in Role} == {role: named.get(role, rest) for role in Role}
+    assert {role: treat(recipe, role).scheme for role in Role} == {role: named.get(role, rest) for role in Role}
     for role in (role for role, scheme in named.items() if scheme == "int4"):
-        assert recipe.treatment(role) == Treatment(Scheme.INT4, 32, ScaleMethod.SEARCH)
+        assert treat(recipe, role) == Treatment(Scheme.INT4, 32, ScaleMethod.SEARCH)
 
 
-def test_the_first_rule_that_names_a_role_decides() -> None:
-    """Of two rules for a role the first counts, and a role that no rule names falls to the last."""
+def test_two_rules_for_one_weight_are_an_error() -> None:
+    """No order decides between rules: the error names both and the weight; a weight that no rule fits is the last's."""
     text = """
 rules:
   - {roles: [kv_b, norm], scheme: bf16}
@@ -64,10 +106,48 @@ rules:
 """
     recipe = parse_recipe("mine", text)
 
-    assert recipe.treatment(Role.NORM) == Treatment(Scheme.BF16)
-    assert recipe.treatment(Role.KV_B) == Treatment(Scheme.BF16)
-    assert recipe.treatment(Role.ROUTED_EXPERT) == Treatment(Scheme.INT4, 64, ScaleMethod.MINMAX)
-    assert recipe.treatment(Role.OTHER) == Treatment(Scheme.KEEP)
+    assert treat(recipe, Role.KV_B) == Treatment(Scheme.BF16)
+    assert treat(recipe, Role.ROUTED_EXPERT) == Treatment(Scheme.INT4, 64, ScaleMethod.MINMAX)
+    assert treat(recipe, Role.OTHER) == Treatment(Scheme.KEEP)
+    with pytest.raises(RecipeError, match=r"rules 1 and 2 both fit model\.norm\.weight"):
+        treat(recipe, Role.NORM)
+
+
+@pytest.mark.parametrize(
+    ("condition", "fitting"),
+    [
+        ("layers: '0'", {0}),
+        ("layers: '1-2, 5'", {1, 2, 5}),
+        ("layers: first 2", {0, 1}),
+        ("layers: last 2", {4, 5}),
+        ("layers: 'first 1, last 1, 3'", {0, 3, 5}),
+        ("layers: 4-9", {4, 5, 6}),  # 6 is the MTP layer, named by its number
+        ("except_layers: 'first 1, last 1'", {1, 2, 3, 4, 6}),
+        ("modules: '.*layers.[24].*'", {2, 4}),
+        ("roles: [kv_b]", set()),
+    ],
+)
+def test_a_rule_fits_by_layer_and_name(condition: str, fitting: set[int]) -> None:
+    """Of six main layers and an MTP layer, a rule fits those that all its conditions name."""
+    recipe = parse_recipe("mine", f"rules:\n  - {{{condition}, scheme: bf16}}{LAST}")
+    names = [TensorName(f"model.layers.{layer}.mlp.experts.3.up_proj", "weight") for layer in range(7)]
+
+    assert {name.layer for name in names if recipe.rules[0].fits(name, 6)} == fitting
+    assert not recipe.rules[0].fits(TensorName("lm_head", "weight"), 6) or condition.startswith("except")
+
+
+def test_conditions_are_and_not_or() -> None:
+    """A rule by role, name and layer fits what all three fit, and is said again in the manifest."""
+    rule = "{roles: [routed_expert], modules: '.*up_proj', layers: last 1, scheme: bf16}"
+    recipe = parse_recipe("mine", f"rules:\n  - {rule}{LAST}")
+
+    fits = [
+        recipe.rules[0].fits(TensorName(f"model.layers.{layer}.mlp.{part}", "weight"), 2)
+        for layer in (0, 1)
+        for part in ("experts.0.up_proj", "experts.0.down_proj", "shared_experts.up_proj")
+    ]
+    assert fits == [False, False, False, True, False, False]
+    assert recipe.as_dict()["rules"][0] == yaml.safe_load(rule)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +156,18 @@ rules:
         ("{roles: [routed_expert], scheme: bf16, group: 32}", "'group'"),
         ("{roles: [routed_expert], scheme: bf16, on: 1, off: 2}", "rule 2"),  # YAML reads on and off as booleans
         ("{roles: [routed_expert], scheme: bf16, on: 1, group: 2}", "rule 2"),
-        ("{roles: [experts], scheme: bf16}", "'experts'"),
-        ("{roles: routed_expert, scheme: bf16}", "not a valid Role"),
-        ("{roles: [[routed_expert]], scheme: bf16}", "not a valid Role"),
+        ("{roles: [routed_expert], scheme: bf16, group: 32}", "a rule has roles, modules, layers, except_layers"),
+        ("{roles: [norm], except_layers: first 2, last 1, scheme: bf16}", "put values that hold one into quotes"),
+        ("{roles: [experts], scheme: bf16}", "a role is 'experts'; it must be one of embedding, lm_head"),
+        ("{roles: routed_expert, scheme: bf16}", "roles is 'routed_expert'; it must be all, or a list of embedding"),
+        ("{roles: [[routed_expert]], scheme: bf16}", "a role is ['routed_expert']"),
+        ("{roles: [], scheme: bf16}", "roles is []"),
         ("{roles: null, scheme: bf16}", "rule 2"),
         ("{roles: 7, scheme: bf16}", "rule 2"),
         ("{scheme: bf16}", "roles is missing"),
         ("{roles: [norm]}", "scheme is missing"),
-        ("{roles: [norm], scheme: fp4}", "'fp4'"),
-        ("{roles: [norm], scheme: [bf16]}", "not a valid Scheme"),
+        ("{roles: [norm], scheme: fp4}", "scheme is 'fp4'; it must be one of keep, bf16, int4, nvfp4"),
+        ("{roles: [norm], scheme: [bf16]}", "scheme is ['bf16']"),
         ("{roles: [routed_expert], scheme: int4, scale: minmax}", "group_size is None"),
         ("{roles: [routed_expert], scheme: int4, group_size: 48, scale: minmax}", "group_size is 48"),
         ("{roles: [routed_expert], scheme: int4, group_size: 256, scale: minmax}", "32, 64, 128"),
@@ -93,8 +176,15 @@ rules:
         ("{roles: [routed_expert], scheme: int4, group_size: [32], scale: minmax}", "group_size is [32]"),
         ("{roles: [routed_expert], scheme: int4, group_size: 32}", "needs a scale: minmax"),
         ("{roles: [routed_expert], scheme: int4, group_size: 32, scale: mse}", "'mse'"),
-        ("{roles: [routed_expert], scheme: keep, group_size: 32}", "belong to the scheme int4"),
-        ("{roles: [routed_expert], scheme: bf16, scale: minmax}", "belong to the scheme int4"),
+        ("{roles: [routed_expert], scheme: keep, group_size: 32}", "group_size belongs to the scheme int4"),
+        ("{roles: [routed_expert], scheme: bf16, scale: minmax}", "scale belongs to the schemes int4 and nvfp4"),
+        ("{roles: [routed_expert], scheme: nvfp4, scale: signed}", "never negative"),
+        ("{roles: [routed_expert], scheme: nvfp4}", "needs a scale"),
+        ("{modules: '(', scheme: bf16}", "modules is '(', which is no regular expression: missing ), unterminated"),
+        ("{modules: 5, scheme: bf16}", "modules is 5"),
+        ("{layers: middle 3, scheme: bf16}", "first 3 or last 2"),
+        ("{layers: [1, 2], scheme: bf16}", "first 3 or last 2"),
+        ("{layers: 5-2, scheme: bf16}", "layers 5-2 are none"),
         ("bf16", "not a mapping"),
         ("[norm, bf16]", "not a mapping"),
     ],
@@ -110,6 +200,43 @@ def test_a_wrong_rule_is_refused_with_its_number(rule: str, said: str) -> None:
     assert said in str(caught.value)
     assert caught.value.hint is not None
     assert "README" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"rules:\n  - {{roles: [norm], scheme: nvfp4, scale: search, activations: nvfp4}}{LAST}",
+        f"rules:\n  - {{roles: [norm], scheme: nvfp4, scale: search, input_activations: null}}{LAST}",
+        f"rules:\n  - {{roles: [norm], scheme: w4a4}}{LAST}",
+        f"rules:\n  - {{roles: [norm], scheme: NVFP4-W4A4, scale: search}}{LAST}",
+        f"rules:\n  - {{roles: [norm], scheme: w8a8}}{LAST}",
+        f"activations: nvfp4\nrules:{LAST}",
+    ],
+)
+def test_quantized_activations_are_refused_with_the_reason(text: str) -> None:
+    """However a recipe asks for W4A4 or W8A8, the message says that scales of activations need calibration data."""
+    with pytest.raises(RecipeError, match=r"only weights are quantized.*W4A4.*calibrated on data"):
+        parse_recipe("mine", text)
+
+
+@pytest.mark.parametrize("scheme", ["fp4", "w4a16", "awq"])
+def test_other_unknown_schemes_have_nothing_to_do_with_activations(scheme: str) -> None:
+    """The reason is given only where it is one."""
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe("mine", f"rules:\n  - {{roles: [norm], scheme: {scheme}}}{LAST}")
+
+    assert "activations" not in str(caught.value)
+
+
+def test_int4_in_modelopts_format_is_refused() -> None:
+    """ModelOpt's format holds NVFP4: a recipe that makes INT4 in it is refused with its rule and two ways out."""
+    rules = f"rules:\n  - {{roles: [norm], scheme: bf16}}\n  - {{roles: [kv_b], {INT4}}}{LAST}"
+    assert parse_recipe("mine", rules).scheme is Scheme.INT4
+
+    with pytest.raises(RecipeError, match="recipe mine: rule 2 of mine makes INT4, and the format modelopt") as caught:
+        parse_recipe("mine", f"format: modelopt\n{rules}")
+
+    assert caught.value.hint == "Give the scheme nvfp4, or the format compressed-tensors."
 
 
 @pytest.mark.parametrize(
@@ -138,6 +265,11 @@ def test_the_rule_for_all_is_the_last_and_only_the_last(rules: str) -> None:
         ("a: b: c", "not valid YAML"),
         ("rules: [{roles: all, scheme: keep}]\nrule: 1", "'rule'"),
         ("rules: [{roles: all, scheme: keep}]\non: 1\nrule: 2", "unknown key"),
+        (
+            "rules: [{roles: all, scheme: keep}]\nformat: gguf",
+            "format is 'gguf'; it must be one of compressed-tensors,",
+        ),
+        ("rules: [{roles: all, scheme: keep}]\nmtp: yes", "mtp is True; it must be one of quantize, keep, drop"),
         ("rules: [{roles: all, scheme: keep}]\nmodel_types: 5", "model_types"),
         ("rules: [{roles: all, scheme: keep}]\nmodel_types: null", "model_types"),
         ("rules: [{roles: all, scheme: keep}]\nmodel_types: glm_moe_dsa", "model_types"),
@@ -156,8 +288,9 @@ def test_a_recipe_file_is_read_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     path.write_text("description: décodé\nrules: [{roles: all, scheme: bf16}]\n", encoding="utf-8")
 
-    assert load_recipe(path) == Recipe("ours", "décodé", (Rule(None, Treatment(Scheme.BF16)),))
+    assert load_recipe(path) == Recipe("ours", "décodé", (Rule(Treatment(Scheme.BF16)),))
     assert load_recipe(str(path)) == load_recipe(path)
+    assert recipe_text(path) == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "latin-1"])
@@ -185,30 +318,30 @@ def test_a_recipe_that_does_not_exist_lists_those_that_do() -> None:
 
 
 @pytest.mark.parametrize("group_size", [64, 128])
-def test_with_int4_changes_only_the_int4_rules(group_size: int) -> None:
+def test_with_quantized_changes_only_the_int4_rules(group_size: int) -> None:
     """Another group size changes the routed experts and leaves every other role and the recipe itself alone."""
     recipe = load_recipe("glm-5.2-int4")
-    changed = recipe.with_int4(group_size=group_size)
+    changed = recipe.with_quantized(group_size=group_size)
 
-    assert changed.treatment(Role.ROUTED_EXPERT) == Treatment(Scheme.INT4, group_size, ScaleMethod.SEARCH)
+    assert treat(changed, Role.ROUTED_EXPERT) == Treatment(Scheme.INT4, group_size, ScaleMethod.SEARCH)
     others = [role for role in Role if role is not Role.ROUTED_EXPERT]
-    assert [changed.treatment(role) for role in others] == [recipe.treatment(role) for role in others]
-    assert recipe.treatment(Role.ROUTED_EXPERT).group_size == 32
+    assert [treat(changed, role) for role in others] == [treat(recipe, role) for role in others]
+    assert treat(recipe, Role.ROUTED_EXPERT).group_size == 32
 
 
 @pytest.mark.parametrize(
     ("changes", "option"), [({"group_size": 64}, "--group-size"), ({"scale": ScaleMethod.MINMAX}, "--scale")]
 )
-def test_with_int4_needs_a_recipe_with_int4(changes: dict[str, Any], option: str) -> None:
+def test_with_quantized_needs_a_recipe_that_quantizes(changes: dict[str, Any], option: str) -> None:
     """An INT4 option for a recipe without INT4 is a usage error that names both."""
     with pytest.raises(UsageError, match=f"{option}.*bf16"):
-        load_recipe("bf16").with_int4(**changes)
+        load_recipe("bf16").with_quantized(**changes)
 
 
-def test_with_int4_refuses_a_group_size_that_no_kernel_takes() -> None:
+def test_with_quantized_refuses_a_group_size_that_no_kernel_takes() -> None:
     """The group sizes are the same as in a file."""
     with pytest.raises(QuantkitError, match="group_size is 16"):
-        load_recipe("glm-5.2-int4").with_int4(group_size=16)
+        load_recipe("glm-5.2-int4").with_quantized(group_size=16)
 
 
 @pytest.mark.parametrize(
@@ -224,29 +357,103 @@ def test_with_rest_changes_only_the_last_rule(name: str, rest: Rest, scheme: str
     recipe = load_recipe(name)
     changed = recipe.with_rest(rest)
 
-    assert changed.treatment(Role.ATTENTION) == Treatment(Scheme(scheme))
+    assert treat(changed, Role.ATTENTION) == Treatment(Scheme(scheme))
     assert changed.rules[:-1] == recipe.rules[:-1]
     assert changed.rules[-1].roles is None
 
 
 @pytest.mark.parametrize(
-    ("model", "model_type"), [("glm-5.2", "glm_moe_dsa"), ("glm-5.2", "anything"), ("/models/mine", "glm_moe_dsa")]
+    ("model", "model_type", "int4", "nvfp4", "modelopt"),
+    [
+        ("glm-5.2", "glm_moe_dsa", "glm-5.2-int4", "glm-5.2-nvfp4", "glm-5.2-nvfp4-modelopt"),
+        ("/models/mine", "glm_moe_dsa", "glm-5.2-int4", "glm-5.2-nvfp4", "glm-5.2-nvfp4-modelopt"),
+        ("mine", "glm4_moe", "glm-4.x-int4", "glm-4.x-nvfp4", "moe-nvfp4-modelopt"),
+        ("mine", "glm4_moe_lite", "glm-4.x-int4", "glm-4.x-nvfp4", "moe-nvfp4-modelopt"),
+        ("mine", "deepseek_v3", "deepseek-v3-int4", "deepseek-v3-nvfp4", "moe-nvfp4-modelopt"),
+        ("mine", "deepseek_v32", "deepseek-v3-int4", "deepseek-v3-nvfp4", "moe-nvfp4-modelopt"),
+        ("mine", "kimi_k2", "deepseek-v3-int4", "deepseek-v3-nvfp4", "moe-nvfp4-modelopt"),
+        ("kimi-k2.6", "kimi_k25", "deepseek-v3-int4", "kimi-k2.6-nvfp4", "moe-nvfp4-modelopt"),
+        ("mine", "llama", "int4", "nvfp4", "nvfp4-modelopt"),
+    ],
 )
-def test_int4_means_the_models_recipe(model: str, model_type: str) -> None:
-    """`--int4` is the alias's own recipe, or the one made for the model type."""
-    assert int4_recipe(model, model_type).name == "glm-5.2-int4"
+def test_int4_and_nvfp4_mean_the_models_recipe(
+    model: str, model_type: str, int4: str, nvfp4: str, modelopt: str
+) -> None:
+    """`--int4`, `--nvfp4` and `--format` choose the alias's own recipe, or the one made for the model type."""
+    assert default_recipe(model, model_type, Scheme.INT4).name == int4
+    assert default_recipe(model, model_type, Scheme.INT4, Dialect.COMPRESSED_TENSORS).name == int4
+    assert default_recipe(model, model_type, Scheme.NVFP4).name == nvfp4
+    assert default_recipe(model, model_type, Scheme.NVFP4, Dialect.MODELOPT).name == modelopt
+
+
+def test_no_model_type_has_int4_in_modelopts_format() -> None:
+    """The error says what the format holds and which options to give instead."""
+    with pytest.raises(RecipeError, match="modelopt holds NVFP4, and not INT4") as caught:
+        default_recipe("glm-5.2", "glm_moe_dsa", Scheme.INT4, Dialect.MODELOPT)
+
+    assert caught.value.hint == "Give --nvfp4 for NVFP4, or leave --format out for INT4."
 
 
 def test_int4_for_an_unknown_model_type_is_refused() -> None:
     """Without a recipe for the model type the error names model and type, and says what to write."""
     with pytest.raises(RecipeError, match=r"/models/mine.*'mamba'") as caught:
-        int4_recipe("/models/mine", "mamba")
+        default_recipe("/models/mine", "mamba", Scheme.INT4)
 
     assert caught.value.hint is not None
     assert "--recipe" in caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["bf16", "glm-5.2-int4", "glm-5.2-int4-bf16rest", "int4"])
+def table_of_the_readme(heading: str) -> list[list[str]]:
+    """The rows of the table whose first column is called `heading` in recipes/README.md, cells without backticks."""
+    text = resources.files("quantkit.recipes").joinpath("README.md").read_text(encoding="utf-8")
+    table = next(part for part in text.split("\n\n") if part.startswith(f"| {heading} |"))
+    return [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+def test_the_readme_lists_exactly_the_built_in_recipes() -> None:
+    """Name, options, model types and format of each stand in a table, as the files and `default_recipe` have them."""
+    rows = {row[0]: row[1:] for row in table_of_the_readme("recipe")}
+
+    assert tuple(sorted(rows)) == recipe_names()
+    for name, (options, model_types, *_) in rows.items():
+        recipe = load_recipe(name)
+        assert model_types == (", ".join(recipe.model_types) or "any")
+        modelopt = recipe.dialect is Dialect.MODELOPT
+        assert ("--format modelopt" in options) == modelopt
+        if options in ("--int4", "--nvfp4", "--nvfp4 --format modelopt"):
+            scheme, model_type = recipe.scheme, recipe.model_types[0]
+            assert scheme is not None
+            assert options.startswith(f"--{scheme}")
+            assert default_recipe("mine", model_type, scheme, recipe.dialect).name == name
+
+
+def test_the_readme_explains_every_key() -> None:
+    """The tables of keys name the keys of a recipe and of a rule, as the errors list them, and no others."""
+    for what, text in (("a recipe", f"key: 1\nrules:{LAST}"), ("a rule", f"rules:\n  - {{key: 1}}{LAST}")):
+        with pytest.raises(RecipeError, match="unknown key 'key'") as caught:
+            parse_recipe("mine", text)
+        keys = str(caught.value).partition(f"{what} has ")[2].split(", ")
+        assert [row[0] for row in table_of_the_readme(f"key of {what}")] == keys
+
+
+def test_the_readme_lists_the_families_that_recipes_are_made_for() -> None:
+    """Every model type of a built-in recipe has its line, and every line's model type a recipe."""
+    made_for = {model_type for name in recipe_names() for model_type in load_recipe(name).model_types}
+
+    assert {row[1] for row in table_of_the_readme("family")} == made_for
+
+
+def test_the_readmes_example_parses() -> None:
+    """The example of a recipe is one, and treats first and last layers otherwise than the others."""
+    text = resources.files("quantkit.recipes").joinpath("README.md").read_text(encoding="utf-8")
+    recipe = parse_recipe("high", text.partition("```yaml\n")[2].partition("```")[0])
+
+    names = [TensorName(f"model.layers.{layer}.mlp.experts.0.up_proj", "weight") for layer in (5, 6, 75, 76, 78)]
+    schemes = [recipe.treatment(name, 78).scheme for name in names]
+    assert schemes == [Scheme.BF16, Scheme.NVFP4, Scheme.NVFP4, Scheme.BF16, Scheme.NVFP4]
+
+
+@pytest.mark.parametrize("name", recipe_names())
 def test_as_dict_says_what_the_file_says(name: str) -> None:
     """The dictionary for the manifest is the YAML file's content with the name added."""
     text = resources.files("quantkit.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
@@ -255,13 +462,15 @@ def test_as_dict_says_what_the_file_says(name: str) -> None:
         "name": name,
         "model_types": [],
         "mtp": "quantize",
+        "format": "compressed-tensors",
+        "engines": ["vLLM", "SGLang", "transformers"],
         **yaml.safe_load(text),
     }
 
 
 def test_as_dict_holds_the_overrides() -> None:
     """What options changed is what the manifest says."""
-    rules = load_recipe("glm-5.2-int4").with_int4(group_size=128).with_rest(Rest.BF16).as_dict()["rules"]
+    rules = load_recipe("glm-5.2-int4").with_quantized(group_size=128).with_rest(Rest.BF16).as_dict()["rules"]
 
     assert rules == [
         {"roles": ["routed_expert"], "scheme": "int4", "group_size": 128, "scale": "search"},

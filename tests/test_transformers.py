@@ -1,67 +1,32 @@
-"""The converted checkpoint is still the model: transformers' logits on it, and on weights decoded by `formats`."""
+"""The trained checkpoint, converted, is still the model: transformers' logits are those of weights decoded by numpy."""
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from loguru import logger
-from safetensors.torch import load_file, save_file
+from simulation import (
+    assert_same,
+    divide_experts,
+    load_model,
+    logits,
+    quantize_inputs,
+    quiet,
+    write_plain,
+)
+from truth import read_tensors
 
-from quantkit.formats import fp8_block, int4
+from quantkit.naming import Role, TensorName
 
 TOKENS = torch.randint(8, 2000, (2, 160), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def no_remarks() -> Iterator[None]:
     """Without the loaders' remarks."""
-    transformers.utils.logging.set_verbosity_error()
-    logger.disable("compressed_tensors")
-    yield
-    logger.enable("compressed_tensors")
-    transformers.utils.logging.set_verbosity_warning()
-
-
-def load_model(folder: Path, dtype: torch.dtype) -> tuple[Any, set[str]]:
-    """The model in `folder`, and the tensors that transformers did not expect."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, attn_implementation="eager"
-    )
-    assert info["missing_keys"] == set()
-    assert info["mismatched_keys"] == set()
-    return model.eval(), info["unexpected_keys"]
-
-
-@torch.inference_mode()
-def logits(model: Any) -> torch.Tensor:
-    """The model's logits on `TOKENS`."""
-    result: torch.Tensor = model(TOKENS).logits
-    return result
-
-
-def decode(folder: Path, output: Path, rest: torch.dtype = torch.bfloat16) -> Path:
-    """Write the checkpoint in `folder` decoded by the references: INT4 to BF16, FP8 blocks to `rest`."""
-    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    decoded = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".weight_packed"):
-            codes, scale = int4.unpack(tensor), tensors[name.replace("_packed", "_scale")]
-            decoded[name.replace("_packed", "")] = int4.dequantize(codes, scale)
-        elif tensor.dtype == torch.float8_e4m3fn:
-            decoded[name] = fp8_block.dequantize(tensor, tensors[f"{name}_scale"], dtype=rest)
-        elif not name.endswith(("weight_scale", "weight_shape")):
-            decoded[name] = tensor
-    output.mkdir()
-    save_file(decoded, output / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config", None)
-    (output / "config.json").write_text(json.dumps(config))
-    return output
+    with quiet():
+        yield
 
 
 def widen_experts(model: Any, dtype: torch.dtype) -> Any:
@@ -72,65 +37,69 @@ def widen_experts(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def test_bf16_rest_is_bit_equal(glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
-    """INT4 experts with a BF16 rest give, in BF16, bit for bit the logits of the dequantized model."""
-    folder = glm_tiny_converted["glm-5.2-int4-bf16rest"]
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        ("glm-5.2-int4", torch.float32),
+        ("glm-5.2-int4", torch.bfloat16),
+        ("glm-5.2-int4-bf16rest", torch.bfloat16),
+        ("glm-5.2-nvfp4", torch.bfloat16),
+    ],
+)
+def test_logits_are_those_of_the_weights(
+    glm_tiny_converted: dict[str, Path], tmp_path: Path, recipe: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit, once experts have their global scales; of FP8 modules, and no others, inputs are quantized."""
+    folder = glm_tiny_converted[recipe]
+    model, _ = load_model(folder, dtype)
+    reference, _ = load_model(write_plain(folder, tmp_path / "plain", dtype), dtype)
+    widen_experts(reference, torch.bfloat16)
+    divide_experts(model, folder)
 
-    model, _ = load_model(folder, torch.bfloat16)
-    reference, _ = load_model(decode(folder, tmp_path / "decoded"), torch.bfloat16)
+    weights_alone = logits(reference, TOKENS)
+    quantized = quantize_inputs(reference, folder)
 
-    assert torch.equal(logits(model), logits(reference))
+    actual = logits(model, TOKENS)
+    assert_same(actual, logits(reference, TOKENS))
+    effect = (actual - weights_alone).abs().max() / weights_alone.abs().max()
+    assert effect > 0.02 if quantized else effect == 0
 
 
-@pytest.mark.parametrize("recipe", ["glm-5.2-int4", "glm-5.2-int4-bf16rest", "bf16"])
+@pytest.mark.parametrize("recipe", ["glm-5.2-int4", "glm-5.2-int4-bf16rest", "glm-5.2-nvfp4", "bf16"])
 def test_only_mtp_tensors_are_unexpected(glm_tiny_converted: dict[str, Path], recipe: str) -> None:
-    """transformers finds every tensor that it needs, and ignores those of the MTP layer, and no other."""
+    """transformers finds every tensor that it needs, and ignores those of the MTP layer and experts' global scales."""
     _, unexpected = load_model(glm_tiny_converted[recipe], torch.bfloat16)
 
-    assert unexpected
-    assert [name for name in unexpected if not name.startswith("model.layers.4.")] == []
+    names = [TensorName.parse(name) for name in unexpected]
+    left = [name for name in names if not name.is_mtp(4)]
+    assert len(left) < len(names)
+    assert {(name.role, name.leaf) for name in left} == (
+        {(Role.ROUTED_EXPERT, "weight_global_scale")} if recipe == "glm-5.2-nvfp4" else set()
+    )
 
 
-def test_mixed_without_activation_quantization(glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
-    """INT4 experts with an FP8 rest give, in float32 with activations left alone, the logits of the decoded weights."""
-    folder = shutil.copytree(glm_tiny_converted["glm-5.2-int4"], tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_1"]["input_activations"] = None
-    (folder / "config.json").write_text(json.dumps(config))
+def test_nvfp4_experts_lose_their_global_scales(glm_tiny_converted: dict[str, Path]) -> None:
+    """transformers 5.17 does not divide routed experts by them (huggingface/transformers issue 48371)."""
+    folder = glm_tiny_converted["glm-5.2-nvfp4"]
+    model, _ = load_model(folder, torch.bfloat16)
+    wrong = model.model.layers[1].mlp.experts.down_proj[0].clone()
 
-    model, _ = load_model(folder, torch.float32)
-    reference, _ = load_model(decode(folder, tmp_path / "decoded", torch.float32), torch.float32)
-
-    assert torch.equal(logits(model), logits(widen_experts(reference, torch.bfloat16)))
-
-
-def quantize_activations(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """What group_1's input_activations ask for: E4M3 with a scale for each 128 numbers of a token."""
-    groups = args[0].unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 448
-    quantized = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-    return (quantized.flatten(-2),)
+    assert divide_experts(model, folder) == 3 * 16 * 3
+    right = model.model.layers[1].mlp.experts.down_proj[0]
+    (scale,) = read_tensors(folder)["model.layers.1.mlp.experts.0.down_proj.weight_global_scale"][1].tolist()
+    assert scale > 1000
+    assert_same(wrong, right * scale)
 
 
-def test_mixed_with_activation_quantization(glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
-    """As shipped, transformers quantizes the inputs of the FP8 modules and no others: simulated, the logits agree."""
-    folder = glm_tiny_converted["glm-5.2-int4"]
-    fp8_modules = {
-        name.removesuffix(".weight")
-        for path in folder.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-        if tensor.dtype == torch.float8_e4m3fn
-    }
+def test_nvfp4_runs_in_bf16_only(glm_tiny_converted: dict[str, Path]) -> None:
+    """compressed-tensors decodes NVFP4 to BF16, which a float32 model does not multiply."""
+    model, _ = load_model(glm_tiny_converted["glm-5.2-nvfp4"], torch.float32)
 
-    model, _ = load_model(folder, torch.float32)
-    reference, _ = load_model(decode(folder, tmp_path / "decoded", torch.float32), torch.float32)
-    unquantized = logits(widen_experts(reference, torch.bfloat16))
-    hooked = [name for name, module in reference.named_modules() if name in fp8_modules]
-    for name in hooked:
-        reference.get_submodule(name).register_forward_pre_hook(quantize_activations)
-    simulated = logits(reference)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(model, TOKENS)
 
-    assert len(hooked) == sum(not name.startswith("model.layers.4.") for name in fp8_modules)
-    actual = logits(model)
-    assert (actual - unquantized).abs().max() > 0.02 * unquantized.abs().max()
-    assert (actual - simulated).abs().max() < 0.1 * (actual - unquantized).abs().max()
+
+def test_modelopt_is_not_read(glm_tiny_converted: dict[str, Path]) -> None:
+    """transformers 5.17 knows no such method, takes codes for weights, and finds that they do not fit."""
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load_model(glm_tiny_converted["glm-5.2-nvfp4-modelopt"], torch.bfloat16)

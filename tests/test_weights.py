@@ -9,7 +9,8 @@ import pytest
 
 from quantkit.checkpoint.header import TensorSpec, lay_out
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.weights import Encoding, Weight, fp8_block_specs, int4_specs, read_weights
+from quantkit.checkpoint.spelling import fp8_block_specs, int4_specs
+from quantkit.checkpoint.weights import Encoding, Weight, read_weights
 from quantkit.errors import SourceError
 
 MODULE = "model.layers.0.self_attn.kv_a_proj_with_mqa"
@@ -51,7 +52,7 @@ def test_an_fp8_weight_is_paired_with_its_scale(spelling: str, shape: tuple[int,
     """Weight and scale, in either spelling, are one weight; a started block counts as a whole one."""
     (weight,) = weights_of(TensorSpec(WEIGHT, "F8_E4M3", shape), TensorSpec(spelling, "F32", grid))
 
-    assert weight.encoding is Encoding.FP8_BLOCK
+    assert weight.encoding is Encoding.FP8
     assert (weight.module, weight.shape, weight.block) == (MODULE, shape, (128, 128))
     assert weight.scale is not None
     assert [tensor.spec.name for tensor in weight.tensors] == [WEIGHT, spelling]
@@ -107,29 +108,66 @@ def test_a_second_scale_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "grid", "needed"),
+    ("shape", "grid", "needed"),
     [
-        ((576, 6144), "F32", (4, 48), "F32 [5, 48]"),  # floor instead of ceil
-        ((576, 6144), "F32", (48, 5), "F32 [5, 48]"),
-        ((576, 6144), "F32", (5, 49), "F32 [5, 48]"),
-        ((576, 6144), "F32", (240,), "F32 [5, 48]"),
-        ((128, 128), "F32", (), "F32 [1, 1]"),
-        ((128, 128), "F32", (1,), "F32 [1, 1]"),  # one scale for the whole tensor, another format
-        ((128, 128), "F32", (128, 1), "F32 [1, 1]"),  # one for each row
-        ((128, 128), "BF16", (1, 1), "F32 [1, 1]"),
-        ((128, 128), "F8_E8M0", (1, 1), "F32 [1, 1]"),
-        ((128, 128), "U8", (1, 1), "F32 [1, 1]"),
+        ((576, 6144), (4, 48), "[5, 48]"),  # floor instead of ceil
+        ((576, 6144), (48, 5), "[5, 48]"),
+        ((576, 6144), (5, 49), "[5, 48]"),
+        ((576, 6144), (240,), "[5, 48]"),
+        ((576, 6144), (1, 6144), "[5, 48]"),  # one for each column
+        ((576, 6144), (2,), "[5, 48]"),
+        ((128, 128), (2, 1), "[1, 1]"),
     ],
 )
 def test_a_scale_that_does_not_cover_its_weight_is_refused(
-    shape: tuple[int, ...], dtype: str, grid: tuple[int, ...], needed: str
+    shape: tuple[int, ...], grid: tuple[int, ...], needed: str
 ) -> None:
-    """A scale of another grid or dtype is refused with both names, what is there and what is needed."""
-    error = refusal(TensorSpec(WEIGHT, "F8_E4M3", shape), TensorSpec(SCALE_INV, dtype, grid))
+    """A scale of another grid is refused with both names, what is there and what is needed."""
+    error = refusal(TensorSpec(WEIGHT, "F8_E4M3", shape), TensorSpec(SCALE_INV, "F32", grid))
 
-    assert all(part in str(error) for part in (WEIGHT, SCALE_INV, f"{dtype} {list(grid)}", needed))
+    assert all(part in str(error) for part in (WEIGHT, SCALE_INV, f"F32 {list(grid)}", needed))
     assert error.hint is not None
     assert "weight_block_size" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "label"),
+    [
+        ((5, 48), (128, 128), "fp8 128x128"),
+        ((), (576, 6144), "fp8 tensor"),
+        ((1,), (576, 6144), "fp8 tensor"),
+        ((1, 1), (576, 6144), "fp8 tensor"),
+        ((576,), (1, 6144), "fp8 channel"),
+        ((576, 1), (1, 6144), "fp8 channel"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F8_E8M0", "U8"])
+def test_the_scales_shape_says_what_shares_it(
+    grid: tuple[int, ...], block: tuple[int, int], label: str, dtype: str
+) -> None:
+    """Blocks, rows or the whole tensor, in any dtype that scales come in; the unpacked grid is the block's."""
+    (weight,) = weights_of(TensorSpec(WEIGHT, "F8_E4M3", (576, 6144)), TensorSpec(SCALE, dtype, grid))
+
+    assert (weight.encoding, weight.block, weight.label) == (Encoding.FP8, block, label)
+    assert weight.grid == (-(-576 // block[0]), -(-6144 // block[1]))
+
+
+@pytest.mark.parametrize("dtype", ["I64", "BOOL", "F8_E4M3", "F8_E5M2"])
+def test_a_scale_of_another_dtype_is_refused(dtype: str) -> None:
+    """A dtype that no publisher's scales have is refused by name."""
+    error = refusal(TensorSpec(WEIGHT, "F8_E4M3", (128, 128)), TensorSpec(SCALE, dtype, (1, 1)))
+
+    assert all(part in str(error) for part in (SCALE, dtype, "BF16"))
+
+
+def test_a_static_activation_scale_belongs_to_its_weight() -> None:
+    """`input_scale` is a part of the FP8 weight; one that is no single number is refused by name."""
+    specs = TensorSpec(WEIGHT, "F8_E4M3", (128, 256)), TensorSpec(SCALE, "F32", ())
+    (weight,) = weights_of(*specs, TensorSpec(f"{MODULE}.input_scale", "F32", ()))
+
+    assert weight.input_scale is not None
+    assert [tensor.spec.name for tensor in weight.tensors] == [WEIGHT, SCALE, f"{MODULE}.input_scale"]
+    assert f"{MODULE}.input_scale is F32 [2]" in str(refusal(*specs, TensorSpec(f"{MODULE}.input_scale", "F32", (2,))))
 
 
 @pytest.mark.parametrize("shape", [(128,), (), (2, 128, 128)])
@@ -223,7 +261,7 @@ def test_the_config_never_says_what_is_fp8() -> None:
 
     assert {str(weight.name): weight.encoding for weight in weights} == {
         plain.name: Encoding.PLAIN,
-        WEIGHT: Encoding.FP8_BLOCK,
+        WEIGHT: Encoding.FP8,
     }
 
 
@@ -238,7 +276,8 @@ def test_any_other_tensor_is_plain(dtype: str, shape: tuple[int, ...], label: st
 
     assert (weight.encoding, weight.shape, weight.label) == (Encoding.PLAIN, shape, label)
     assert weight.data.spec == spec
-    assert (weight.scale, weight.block, weight.others) == (None, None, ())
+    assert weight.tensors == (weight.data,)
+    assert weight.block is None
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -270,7 +309,7 @@ def test_an_int4_weight_that_is_not_whole_is_refused(missing: str, there: str) -
 @pytest.mark.parametrize(
     ("packed", "scale"),
     [
-        (TensorSpec(PACKED, "U8", (8, 32)), TensorSpec(SCALE, "BF16", (8, 2))),
+        (TensorSpec(PACKED, "I8", (8, 32)), TensorSpec(SCALE, "BF16", (8, 2))),
         (TensorSpec(PACKED, "I32", (8, 8)), TensorSpec(SCALE, "F32", (8, 2))),
         (TensorSpec(PACKED, "I32", (8, 8)), TensorSpec(SCALE, "F8_E4M3", (8, 4))),
         (TensorSpec(PACKED, "I32", (8, 8)), TensorSpec(SCALE, "BF16", (7, 2))),

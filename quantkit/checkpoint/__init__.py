@@ -2,10 +2,13 @@
 
 header        the safetensors header: parse, check, write
 source        a checkpoint opened for reading: config, index, every tensor's place
-weights       stored tensors grouped into weights by dtype and siblings; all spellings of tensor names
+weights       stored tensors grouped into weights by dtype and siblings
+spelling      how the dialects spell a weight in tensors
+experts       experts that are stored in one tensor, taken apart
 inventory     the headers of a published model, made from its config alone
-config        quantization_config, and how it gets into config.json
-engines       how vLLM, SGLang and transformers match modules to the config's groups
+description   what a quantization_config says of any assignment of formats to modules
+config        how that gets into config.json
+engines       what vLLM, SGLang and transformers accept
 digest        hashes of a checkpoint's files, and one of all that decides what the model says
 writer        the output folder: temporary files, fsync, rename, index, seal
 """

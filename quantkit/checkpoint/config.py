@@ -1,4 +1,4 @@
-"""`quantization_config`: what a converted checkpoint says about itself, and how that gets into config.json.
+"""How a new `quantization_config` gets into config.json; what it says: `description`.
 
 config.json is never parsed and dumped again: the value of one key is replaced in the source's text, and every other
 byte stays. (A round trip through transformers would drop IndexShare keys that vLLM reads.)
@@ -11,75 +11,7 @@ from quantkit.errors import SourceError
 
 KEY = "quantization_config"
 MTP_KEY = "num_nextn_predict_layers"
-
-# The names cover the fused modules of vLLM (gate_up_proj, fused_qkv_a_proj) and of SGLang (fused_qkv_a_proj_with_mqa).
-# No pattern holds a layer number, because SGLang runs the MTP layer under the prefix `model.decoder.`.
-_IGNORE_BF16_REST = (
-    "lm_head",
-    r"re:.*embed_tokens$",
-    r"re:.*mlp\.gate$",
-    r"re:.*eh_proj$",
-    r"re:.*self_attn.*",
-    r"re:.*shared_experts.*",
-    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-)
-_IGNORE_DENSE = ("lm_head", r"re:.*embed_tokens$", r"re:.*mlp\.gate$")
-_IGNORE_FP8_REST = (
-    "lm_head",
-    r"re:.*kv_b_proj$",
-    r"re:.*mlp\.gate$",
-    r"re:.*eh_proj$",
-    r"re:.*embed_tokens$",
-    r"re:.*weights_proj$",
-)
-# transformers takes the experts' scheme from the first regex that contains "experts": without this one it would find
-# the shared experts' and fail.
-_ROUTED_EXPERTS = r"re:.*mlp\.experts\..*"
-_FP8_TARGETS = (
-    r"re:.*self_attn\.(q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|fused_qkv_a_proj_with_mqa|q_b_proj|o_proj"
-    r"|indexer\.wq_b|indexer\.wk)$",
-    r"re:.*shared_experts\..*",
-    r"re:.*mlp\.(gate|up|gate_up|down)_proj$",
-)
-
-
-def dense_int4_config(group_size: int) -> dict[str, Any]:
-    """The compressed-tensors block for a model whose every Linear but `lm_head` is INT4."""
-    return _config([_group(["Linear"], _int4_weights(group_size))], list(_IGNORE_DENSE))
-
-
-def int4_config(
-    group_size: int, fp8_block: tuple[int, int] | None, kept_layers: tuple[int, ...] = ()
-) -> dict[str, Any]:
-    """The compressed-tensors block for INT4 routed experts with a BF16 rest, or an FP8 rest in blocks of `fp8_block`.
-
-    kept_layers  MTP layers whose routed experts are as the rest is
-
-    The top-level format is `pack-quantized` in both: SGLang's INT4 MoE refuses `mixed-precision`. Engines take the
-    first group whose target matches a module's name; kept experts come first, because INT4's target matches them too.
-    """
-    layer = rf"(layers\.({'|'.join(map(str, kept_layers))})|decoder)"  # `model.decoder`: the MTP layer in SGLang
-    groups = [_group(["Linear", *([_ROUTED_EXPERTS] if fp8_block else [])], _int4_weights(group_size))]
-    ignore = [*(_IGNORE_FP8_REST if fp8_block else _IGNORE_BF16_REST)]
-    if fp8_block:
-        fp8 = _fp8_weights(fp8_block), _fp8_activations(), "float-quantized"
-        groups.append(_group(list(_FP8_TARGETS), *fp8))
-        if kept_layers:  # `exp\w+` and not "experts": transformers would take these for all experts' scheme
-            groups.insert(0, _group([rf"re:.*{layer}\.mlp\.exp\w+\.\d+\.(gate|up|down)_proj$"], *fp8))
-    elif kept_layers:
-        ignore.append(rf"re:.*{layer}\.mlp\.experts\..*")
-    return _config(groups, ignore)
-
-
-def _config(groups: list[dict[str, Any]], ignore: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "kv_cache_scheme": None,
-        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
-        "ignore": ignore,
-    }
+MODELOPT_FILE = "hf_quant_config.json"
 
 
 def replace_value(config_text: str, key: str, value: Any) -> str:
@@ -163,48 +95,3 @@ def _without_key(text: str) -> str:
         return text[: gone.key_begin] + text[members[number + 1].key_begin :]
     begin = members[number - 1].value_end if number else text.index("{") + 1
     return text[:begin] + text[gone.value_end :]
-
-
-def _group(
-    targets: list[str],
-    weights: dict[str, Any],
-    input_activations: dict[str, Any] | None = None,
-    group_format: str = "pack-quantized",
-) -> dict[str, Any]:
-    return {
-        "targets": targets,
-        "input_activations": input_activations,
-        "output_activations": None,
-        "format": group_format,
-        "weights": weights,
-    }
-
-
-def _int4_weights(group_size: int) -> dict[str, Any]:
-    return {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": group_size,
-        "dynamic": False,
-        "actorder": None,
-        "block_structure": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    }
-
-
-def _fp8_weights(block: tuple[int, int]) -> dict[str, Any]:
-    return {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "block",
-        "block_structure": list(block),
-        "dynamic": False,
-    }
-
-
-def _fp8_activations() -> dict[str, Any]:
-    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True}

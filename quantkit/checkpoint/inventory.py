@@ -1,13 +1,14 @@
-"""The tensor headers of a published GLM or Kimi model, made from its config alone, so that a plan needs no weights.
+"""The tensor headers of a published model, made from its config alone, so that a plan needs no weights.
 
-Shapes: `modeling_glm_moe_dsa.py`, `modeling_glm4_moe.py`, `modeling_glm4_moe_lite.py`, `modeling_deepseek_v3.py` of
-transformers 5.17 and `modeling_kimi_k25.py` of the Hub. Checked against published totals: GLM-5.2-FP8 (118,629 tensors,
+Shapes: `modeling_glm_moe_dsa.py`, `modeling_glm4_moe.py`, `modeling_glm4_moe_lite.py`, `modeling_deepseek_v3.py`,
+`modeling_deepseek_v32.py` and `modeling_llama.py` of transformers 5.17, `modeling_kimi_k25.py` of the Hub; MTP layers:
+`deepseek_mtp.py` and `glm4_moe_mtp.py` of vLLM 0.33. Checked against published totals: GLM-5.2-FP8 (118,629 tensors,
 755,617,140,416 bytes), nvidia/GLM-5.2-NVFP4 (232,385 tensors, 464,795,267,072 bytes), Kimi K2.6 (208,550 tensors,
-595,148,192,736 bytes) and, in GB, GLM-4.5 (716.7).
+595,148,192,736 bytes) and, in GB, GLM-4.5 (716.7); DeepSeek-V3's 671 B parameters and 11.5 B more for MTP.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.checkpoint.header import TensorSpec, lay_out
@@ -16,50 +17,48 @@ from quantkit.checkpoint.storage import storage
 from quantkit.checkpoint.vision import vision_tower
 from quantkit.errors import SourceError
 
+_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_MOE_KEYS = ("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
 _MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _GQA_KEYS = ("num_key_value_heads", "head_dim", "attention_bias", "use_qk_norm")
 _DSA_KEYS = ("index_n_heads", "index_head_dim")
-_KEYS = (
-    "num_hidden_layers",
-    "first_k_dense_replace",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_attention_heads",
-    "vocab_size",
-)
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
 class _Family:
     """What the models of one `model_type` have in common.
 
-    keys             what their config must hold besides what all need
-    mla              multi-head latent attention, else grouped-query attention
-    indexer          DeepSeek sparse attention: some layers have an indexer
-    own_mtp_head     the MTP layer has an embedding and a head of its own
-    prefix           of the language model's tensors
-    vision           a vision tower and its projector come along
-    shape_dtype      of INT4's `weight_shape`
+    keys          what their config must hold besides what all need
+    mla           multi-head latent attention, else grouped-query attention
+    indexer       DeepSeek sparse attention: some layers have an indexer
+    own_mtp_head  the MTP layer has an embedding and a head of its own
+    biases        `attention_bias` and `mlp_bias` give one to every projection, o_proj included
+    prefix        of the language model's tensors
+    vision        a vision tower and its projector come along
+    shape_dtype   of INT4's `weight_shape`
     """
 
     keys: tuple[str, ...]
     mla: bool = True
     indexer: bool = False
     own_mtp_head: bool = True
+    biases: bool = False
     prefix: str = ""
     vision: bool = False
     shape_dtype: str = "I64"
 
 
+_DEEPSEEK_KEYS = (*_MOE_KEYS, *_MLA_KEYS)
 _FAMILIES = {
-    "glm_moe_dsa": _Family((*_MLA_KEYS, *_DSA_KEYS), indexer=True, own_mtp_head=False),
-    "glm4_moe": _Family(_GQA_KEYS, mla=False),
-    "glm4_moe_lite": _Family(_MLA_KEYS),
-    "kimi_k2": _Family(_MLA_KEYS, shape_dtype="I32"),
-    "kimi_k25": _Family(_MLA_KEYS, prefix="language_model.", vision=True, shape_dtype="I32"),
+    "glm_moe_dsa": _Family((*_DEEPSEEK_KEYS, *_DSA_KEYS), indexer=True, own_mtp_head=False),
+    "glm4_moe": _Family((*_MOE_KEYS, *_GQA_KEYS), mla=False),
+    "glm4_moe_lite": _Family(_DEEPSEEK_KEYS),
+    "deepseek_v3": _Family(_DEEPSEEK_KEYS),
+    "deepseek_v32": _Family((*_DEEPSEEK_KEYS, *_DSA_KEYS), indexer=True),
+    "kimi_k2": _Family(_DEEPSEEK_KEYS, shape_dtype="I32"),
+    "kimi_k25": _Family(_DEEPSEEK_KEYS, prefix="language_model.", vision=True, shape_dtype="I32"),
+    "llama": _Family((), mla=False, biases=True),
 }
 
 
@@ -104,28 +103,38 @@ def has_indexer(config: dict[str, Any], layer: int) -> bool:
 
 
 def _shards(model: "_Model", config: dict[str, Any]) -> Iterator[tuple[str, tuple[TensorSpec, ...]]]:
-    yield "model-top.safetensors", tuple(model.top())
+    parts = {"model-top": model.top()}
     num_layers = model.config["num_hidden_layers"] + (model.config.get("num_nextn_predict_layers") or 0)
-    for layer in range(num_layers):
-        yield f"model-layer-{layer:03}.safetensors", tuple(model.layer(layer))
+    parts |= {f"model-layer-{layer:03}": model.layer(layer) for layer in range(num_layers)}
     if model.family.vision:
-        yield "model-vision.safetensors", tuple(vision_tower(config["vision_config"]))
+        parts["model-vision"] = vision_tower(config["vision_config"])
+    named = (part.get(key) for part in (model.config, config) for key in ("dtype", "torch_dtype"))
+    dtype = _DTYPES.get(str(next(filter(None, named), None)), "BF16")
+    for shard, specs in parts.items():
+        in_dtype = (replace(spec, dtype=dtype) if spec.dtype == "BF16" else spec for spec in specs)
+        yield f"{shard}.safetensors", tuple(specs if dtype == "BF16" else in_dtype)
 
 
 class _Model:
-    """The tensors of one language model; `config` is its own, not that of a model with vision round it."""
+    """The tensors of one language model; `config` is its own, not that of a model with vision round it.
+
+    A dtype of BF16 stands for the model's own, whatever that is.
+    """
 
     def __init__(self, name: str, config: dict[str, Any], family: _Family) -> None:
         self.config, self.family = config, family
         self.hidden: int = config["hidden_size"]
         quantization = config.get("quantization_config") or {}
-        self.linear = storage(name, quantization, config["num_hidden_layers"], family.shape_dtype)
+        self.storage = storage(name, quantization, config["num_hidden_layers"], family.shape_dtype)
+        self.attention_bias = bool(config.get("attention_bias"))
+        self.mlp_bias = family.biases and bool(config.get("mlp_bias"))
 
     def top(self) -> Iterator[TensorSpec]:
         prefix = self.family.prefix
         yield from self._embedding(f"{prefix}model.embed_tokens")
         yield self._plain(f"{prefix}model.norm.weight", self.hidden)
-        yield from self._embedding(f"{prefix}lm_head")
+        if not self.config.get("tie_word_embeddings"):
+            yield from self._embedding(f"{prefix}lm_head")
 
     def layer(self, layer: int) -> Iterator[TensorSpec]:
         prefix = f"{self.family.prefix}model.layers.{layer}"
@@ -134,33 +143,41 @@ class _Model:
         yield from (self._mla if self.family.mla else self._gqa)(f"{prefix}.self_attn")
         if self.family.indexer and has_indexer(self.config, layer):
             yield from self._indexer(f"{prefix}.self_attn.indexer")
-        if layer < self.config["first_k_dense_replace"]:
-            yield from self._mlp(f"{prefix}.mlp", self.config["intermediate_size"])
-        else:
+        if self._is_sparse(layer):
             yield from self._experts(f"{prefix}.mlp")
+        else:
+            yield from self._mlp(f"{prefix}.mlp", self.config["intermediate_size"])
         if layer >= self.config["num_hidden_layers"]:
             yield from self._mtp(prefix)
 
+    def _is_sparse(self, layer: int) -> bool:
+        if "first_k_dense_replace" not in self.family.keys:
+            return False
+        frequency: int = self.config.get("moe_layer_freq") or 1
+        return bool(layer >= self.config["first_k_dense_replace"]) and layer % frequency == 0
+
     def _mla(self, prefix: str) -> Iterator[TensorSpec]:
         q_rank, kv_rank, nope, rope, value = (self.config[key] for key in _MLA_KEYS)
-        heads = self.config["num_attention_heads"]
-        yield from self._linear(f"{prefix}.q_a_proj", q_rank, self.hidden)
-        yield self._plain(f"{prefix}.q_a_layernorm.weight", q_rank)
-        yield from self._linear(f"{prefix}.q_b_proj", heads * (nope + rope), q_rank)
-        yield from self._linear(f"{prefix}.kv_a_proj_with_mqa", kv_rank + rope, self.hidden)
+        heads, bias = self.config["num_attention_heads"], self.attention_bias
+        if q_rank is None:
+            yield from self._linear(f"{prefix}.q_proj", heads * (nope + rope), self.hidden)
+        else:
+            yield from self._linear(f"{prefix}.q_a_proj", q_rank, self.hidden, bias)
+            yield self._plain(f"{prefix}.q_a_layernorm.weight", q_rank)
+            yield from self._linear(f"{prefix}.q_b_proj", heads * (nope + rope), q_rank)
+        yield from self._linear(f"{prefix}.kv_a_proj_with_mqa", kv_rank + rope, self.hidden, bias)
         yield self._plain(f"{prefix}.kv_a_layernorm.weight", kv_rank)
         yield from self._linear(f"{prefix}.kv_b_proj", heads * (nope + value), kv_rank)
-        yield from self._linear(f"{prefix}.o_proj", self.hidden, heads * value)
+        yield from self._linear(f"{prefix}.o_proj", self.hidden, heads * value, bias)
 
     def _gqa(self, prefix: str) -> Iterator[TensorSpec]:
-        kv_heads, head_dim, bias, norm = (self.config[key] for key in _GQA_KEYS)
-        heads = self.config["num_attention_heads"]
+        heads, bias = self.config["num_attention_heads"], self.attention_bias
+        kv_heads = self.config.get("num_key_value_heads") or heads
+        head_dim = self.config.get("head_dim") or self.hidden // heads
         for projection, rows in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
-            yield from self._linear(f"{prefix}.{projection}_proj", rows, self.hidden)
-            if bias:
-                yield self._plain(f"{prefix}.{projection}_proj.bias", rows)
-        yield from self._linear(f"{prefix}.o_proj", self.hidden, heads * head_dim)
-        if norm:
+            yield from self._linear(f"{prefix}.{projection}_proj", rows, self.hidden, bias)
+        yield from self._linear(f"{prefix}.o_proj", self.hidden, heads * head_dim, bias and self.family.biases)
+        if self.config.get("use_qk_norm"):
             yield self._plain(f"{prefix}.q_norm.weight", head_dim)
             yield self._plain(f"{prefix}.k_norm.weight", head_dim)
 
@@ -181,9 +198,9 @@ class _Model:
             yield from self._mlp(f"{prefix}.experts.{expert}", intermediate)
 
     def _mlp(self, prefix: str, intermediate: int) -> Iterator[TensorSpec]:
-        yield from self._linear(f"{prefix}.gate_proj", intermediate, self.hidden)
-        yield from self._linear(f"{prefix}.up_proj", intermediate, self.hidden)
-        yield from self._linear(f"{prefix}.down_proj", self.hidden, intermediate)
+        yield from self._linear(f"{prefix}.gate_proj", intermediate, self.hidden, self.mlp_bias)
+        yield from self._linear(f"{prefix}.up_proj", intermediate, self.hidden, self.mlp_bias)
+        yield from self._linear(f"{prefix}.down_proj", self.hidden, intermediate, self.mlp_bias)
 
     def _mtp(self, prefix: str) -> Iterator[TensorSpec]:
         for norm in ("enorm", "hnorm", "shared_head.norm"):
@@ -196,9 +213,11 @@ class _Model:
     def _embedding(self, module: str) -> Iterator[TensorSpec]:
         yield self._plain(f"{module}.weight", self.config["vocab_size"], self.hidden)
 
-    def _linear(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def _linear(self, module: str, rows: int, columns: int, bias: bool = False) -> Iterator[TensorSpec]:
         self._plain(f"{module}.weight", rows, columns)  # refuses what is no shape
-        yield from self.linear(module, rows, columns)
+        yield from self.storage(module, rows, columns)
+        if bias:
+            yield self._plain(f"{module}.bias", rows)
 
     def _plain(self, name: str, *shape: int) -> TensorSpec:
         if min(shape) < 1:

@@ -11,10 +11,12 @@ import traceback
 import typer
 
 from quantkit.cli.convert import convert
+from quantkit.cli.engines import engines
 from quantkit.cli.eval import evaluate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.plan import plan
 from quantkit.cli.push import push
+from quantkit.cli.recipes import recipes
 from quantkit.cli.verify import verify
 from quantkit.errors import QuantkitError
 
@@ -34,9 +36,11 @@ app = typer.Typer(
 app.command()(convert)
 app.command()(verify)
 app.command()(inspect)
+app.command()(engines)
 app.command()(plan)
 app.command("eval")(evaluate)
 app.command()(push)
+app.add_typer(recipes)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,19 +7,23 @@ import typer
 
 from quantkit.cli.options import Json, Model, Revision, Workers
 from quantkit.errors import UsageError
-from quantkit.recipe import Mtp, Rest, ScaleMethod
+from quantkit.recipe import Dialect, Mtp, Rest, ScaleMethod, Scheme
 
 
 def convert(
     model: Model,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The folder to write to.")] = None,
     int4: Annotated[bool, typer.Option("--int4", help="INT4 by the model's built-in recipe (the default).")] = False,
+    nvfp4: Annotated[bool, typer.Option("--nvfp4", help="NVFP4 by the model's built-in recipe.")] = False,
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Decode everything to BF16: the reference to compare with.")
     ] = False,
     recipe: Annotated[str | None, typer.Option("--recipe", help="A built-in recipe's name, or a YAML file.")] = None,
     group_size: Annotated[int | None, typer.Option("--group-size", help="INT4 group size: 32, 64 or 128.")] = None,
-    scale: Annotated[ScaleMethod | None, typer.Option("--scale", help="How INT4 scales are chosen.")] = None,
+    dialect: Annotated[
+        Dialect | None, typer.Option("--format", help="How NVFP4 is spelled; alone, what is NVFP4 is only respelled.")
+    ] = None,
+    scale: Annotated[ScaleMethod | None, typer.Option("--scale", help="How the scales of groups are chosen.")] = None,
     rest: Annotated[Rest | None, typer.Option("--rest", help="What the other weights are stored as.")] = None,
     mtp: Annotated[Mtp | None, typer.Option("--mtp", help="What becomes of the MTP layers.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; needs no weights.")] = False,
@@ -30,7 +34,7 @@ def convert(
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a block-FP8 checkpoint to INT4 (compressed-tensors), shard by shard.
+    """Convert a checkpoint to INT4 or NVFP4, shard by shard.
 
     Examples:
 
@@ -38,16 +42,19 @@ def convert(
 
     quantkit convert ./GLM-5.2-FP8 --int4 --group-size 64 -o ./GLM-5.2-INT4
 
+    quantkit convert ./GLM-5.2-FP8 --nvfp4 --format modelopt -o ./GLM-5.2-NVFP4
+
     quantkit convert ./GLM-5.2-FP8 --bf16 -o ./GLM-5.2-BF16
     """
     from quantkit import console, conversion
 
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
-    if sum((int4, bf16, recipe is not None)) > 1:
-        raise UsageError("--int4, --bf16 and --recipe exclude each other")
+    if sum((int4, nvfp4, bf16, recipe is not None)) > 1:
+        raise UsageError("--int4, --nvfp4, --bf16 and --recipe exclude each other")
     chosen = "bf16" if bf16 else recipe
-    options = conversion.Options(group_size, scale, rest, mtp)
+    scheme = Scheme.NVFP4 if nvfp4 else Scheme.INT4 if int4 else None
+    options = conversion.Options(group_size, scale, rest, mtp, dialect, scheme)
     if dry_run:
         manifest = conversion.preview(model, chosen, options=options, revision=revision)
     elif output is None:

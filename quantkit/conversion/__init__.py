@@ -2,42 +2,60 @@
 
 run         all shards, one after the other, with flushing and hashing beside
 shards      the work on one shard: read, convert, write, piece by piece
+maker       what comes out of a piece of a weight
 journal     what is finished, for going on after an interruption
 side_files  what else goes along: tokenizer, chat template, custom code
 """
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.locate import describe_model, open_model
-from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, Source
+from quantkit.checkpoint.source import CONFIG_FILE, Source
+from quantkit.checkpoint.weights import Encoding, read_weights
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder
 from quantkit.conversion.journal import Journal
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
 from quantkit.errors import OutputError, UsageError
 from quantkit.plan import Plan, Step, make_plan
-from quantkit.recipe import Mtp, Recipe, Rest, ScaleMethod, int4_recipe, load_recipe
+from quantkit.recipe import (
+    Dialect,
+    Mtp,
+    Recipe,
+    Rest,
+    Rule,
+    ScaleMethod,
+    Scheme,
+    Treatment,
+    default_recipe,
+    load_recipe,
+)
 from quantkit.report import File, Group, Manifest
 from quantkit.version import VERSION
 
 
 @dataclass(frozen=True)
 class Options:
-    """Changes to a recipe: None leaves the recipe's own value.
+    """Which recipe is taken when none is named, and changes to it: None leaves its own value.
 
     group_size  of the INT4 weights: 32, 64 or 128
-    scale       how the scale of an INT4 group is chosen
+    scale       how the scale of a group is chosen
     rest        what the weights that the recipe's last rule covers stay or become
     mtp         what becomes of the multi-token-prediction layers
+    dialect     how NVFP4 is spelled; alone, for a checkpoint that holds NVFP4, nothing else changes
+    scheme      that the recipe shall have: INT4, unless NVFP4 is asked for
     """
 
     group_size: int | None = None
     scale: ScaleMethod | None = None
     rest: Rest | None = None
     mtp: Mtp | None = None
+    dialect: Dialect | None = None
+    scheme: Scheme | None = None
 
     def apply(self, recipe: Recipe) -> Recipe:
         """`recipe` with these changes."""
@@ -46,8 +64,10 @@ class Options:
         if self.mtp is not None:
             recipe = replace(recipe, mtp=self.mtp)
         if self.scale is not None:
-            recipe = recipe.with_int4(scale=self.scale)
-        return recipe if self.group_size is None else recipe.with_int4(group_size=self.group_size)
+            recipe = recipe.with_quantized(scale=self.scale)
+        if self.dialect is not None:
+            recipe = replace(recipe, dialect=self.dialect)
+        return recipe if self.group_size is None else recipe.with_quantized(group_size=self.group_size)
 
 
 def convert(
@@ -91,14 +111,11 @@ def convert(
     report = progress(source.nbytes) if progress else lambda done: None
     run = ShardRun(plan, folder, journal, workers, report)
     entries = (*run.finished(trust_source), *run.remaining())
-    files = {entry.shard: File(entry.nbytes, entry.sha256) for entry in entries}
-    for name, side_file in side_files(source):
-        files[name] = File(side_file.stat().st_size, folder.copy(side_file, name))
-    for name, text in ((INDEX_FILE, plan.index_text), (CONFIG_FILE, plan.config_text)):
-        files[name] = _text_file(text)
-    folder.write_text(INDEX_FILE, plan.index_text)
+    files = {entry.shard: File(entry.nbytes, entry.sha256) for entry in entries} | _add_small_files(plan, folder)
     hashes = {shard: sha256 for entry in entries for shard, sha256 in entry.sources.items()}
-    manifest = _manifest(plan, files, hashes)
+    counts = sum((Counter(entry.counts) for entry in entries), Counter[str]())
+    rounded = tuple(sorted(name for entry in entries for name in entry.rounded))
+    manifest = _manifest(plan, files, hashes, dict(sorted(counts.items())), rounded)
     folder.seal(manifest.to_json(), plan.config_text)
     return manifest
 
@@ -113,12 +130,20 @@ def preview(
     """What `convert` would write, from a folder's headers, or from the config of an alias or a Hub repository."""
     chosen = _load(recipe)
     source = describe_model(model, revision)
-    return _manifest(make_plan(source, choose_recipe(source, chosen, options)), {}, {})
+    return _manifest(make_plan(source, choose_recipe(source, chosen, options)), {}, {}, {})
 
 
 def choose_recipe(source: Source, recipe: Recipe | None, options: Options) -> Recipe:
-    """`recipe`, or the INT4 one for `source`, with `options` applied."""
-    return options.apply(recipe or int4_recipe(source.name, source.model_type))
+    """`recipe`, or the built-in one that `options` ask for, with `options` applied."""
+    if recipe is None and options.scheme is None and options.dialect is not None and _holds_nvfp4(source):
+        recipe = Recipe("restate", "another format, the same numbers", (Rule(Treatment(Scheme.KEEP)),))
+    if recipe is None:
+        recipe = default_recipe(source.name, source.model_type, options.scheme or Scheme.INT4, options.dialect)
+    return options.apply(recipe)
+
+
+def _holds_nvfp4(source: Source) -> bool:
+    return any(weight.encoding is Encoding.NVFP4 for weight in read_weights(source))
 
 
 def _load(recipe: str | Path | Recipe | None) -> Recipe | None:
@@ -131,7 +156,9 @@ def _finished(plan: Plan, path: Path) -> Manifest | None:
         return None
     try:
         manifest = Manifest.from_json((path / MANIFEST_FILE).read_text(encoding="utf-8"))
-        expected = _manifest(plan, manifest.files, manifest.source["shards_sha256"])
+        expected = _manifest(
+            plan, manifest.files, manifest.source["shards_sha256"], manifest.nvfp4_groups, manifest.rounded_scales
+        )
         same = (
             replace(expected, source=manifest.source | {"config_sha256": expected.source["config_sha256"]}) == manifest
         )
@@ -158,12 +185,30 @@ def _check_apart(source: Path, output: Path) -> None:
         raise OutputError(f"the output {output} and the source {source} overlap", hint="Choose another output.")
 
 
+def _add_small_files(plan: Plan, folder: OutputFolder) -> dict[str, File]:
+    """All files of the output but shards and manifest; config.json, which comes last, is not written yet."""
+    files = {}
+    for name, side_file in side_files(plan.source):
+        files[name] = File(side_file.stat().st_size, folder.copy(side_file, name))
+    for name, text in plan.texts.items():
+        files[name] = _text_file(text)
+        if name != CONFIG_FILE:
+            folder.write_text(name, text)
+    return files
+
+
 def _text_file(text: str) -> File:
     data = text.encode()
     return File(len(data), hashlib.sha256(data).hexdigest())
 
 
-def _manifest(plan: Plan, files: dict[str, File], source_hashes: dict[str, str]) -> Manifest:
+def _manifest(
+    plan: Plan,
+    files: dict[str, File],
+    source_hashes: dict[str, str],
+    nvfp4_groups: dict[str, int],
+    rounded_scales: tuple[str, ...] = (),
+) -> Manifest:
     source = plan.source
     return Manifest(
         version=VERSION,
@@ -178,27 +223,39 @@ def _manifest(plan: Plan, files: dict[str, File], source_hashes: dict[str, str])
         },
         recipe=plan.recipe.as_dict(),
         quantization_config=plan.quantization_config,
-        groups=_groups(plan),
+        groups=summarize(plan.steps, source.num_hidden_layers),
         num_tensors=plan.num_tensors,
         total_bytes=plan.nbytes,
         file_bytes=plan.file_bytes,
         files=dict(sorted(files.items())),
-        warnings=plan.warnings,
+        warnings=(*plan.warnings, *_rounding_warnings(rounded_scales)),
+        nvfp4_groups=nvfp4_groups,
+        rounded_scales=rounded_scales,
     )
 
 
-def _groups(plan: Plan) -> tuple[Group, ...]:
+def _rounding_warnings(names: tuple[str, ...]) -> Iterator[str]:
+    if names:
+        examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        yield (
+            f"{len(names):,} global scales are no powers of two, so their reciprocals are rounded to FP32 (by 2^-24 at "
+            f"most) and another conversion may not bring them back: {examples}"
+        )
+
+
+def summarize(steps: Iterable[Step], num_hidden_layers: int) -> tuple[Group, ...]:
+    """The `steps` of a plan by role, by whether they are of an MTP layer, and by format before and after."""
     groups: dict[tuple[str, bool, str, str], list[Step]] = {}
-    for step in plan.steps:
+    for step in steps:
         name = step.weight.name
-        key = (str(name.role), name.is_mtp(plan.source.num_hidden_layers), step.weight.label, step.label)
+        key = (str(name.role), name.is_mtp(num_hidden_layers), step.weight.label, step.label)
         groups.setdefault(key, []).append(step)
     return tuple(
         Group(
             *key,
-            weights=len(steps),
-            source_bytes=sum(step.weight.nbytes for step in steps),
-            nbytes=sum(spec.nbytes for step in steps for spec in step.outputs),
+            weights=len(group),
+            source_bytes=sum(step.weight.nbytes for step in group),
+            nbytes=sum(spec.nbytes for step in group for spec in step.outputs),
         )
-        for key, steps in sorted(groups.items())
+        for key, group in sorted(groups.items())
     )

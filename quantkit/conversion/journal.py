@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,15 @@ JOURNAL_FILE = "journal.jsonl"
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished shard: its size and sha256, and those of the source shards that it was made from, by name."""
+    """A finished shard: its size and sha256, those of the source shards that it was made from, by name, how many of its
+    NVFP4 groups were clamped, raised or flushed, and the scales in it whose reciprocals were rounded."""
 
     shard: str
     nbytes: int
     sha256: str
     sources: dict[str, str]
+    counts: dict[str, int] = field(default_factory=dict)
+    rounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from functools import partial
 
 from quantkit.checkpoint.writer import OutputFolder
 from quantkit.conversion.journal import Entry, Journal
-from quantkit.conversion.shards import convert_shard
+from quantkit.conversion.maker import Maker
+from quantkit.conversion.shards import ShardResult, convert_shard
 from quantkit.conversion.source_hash import SourceHash
 from quantkit.errors import OutputError
 from quantkit.plan import Plan, ShardJob
@@ -53,6 +54,7 @@ class ShardRun:
         done = {entry.shard for entry in self.journal.entries if self._is_there(entry)}
         hashes: dict[str, SourceHash] = {}
         pending: list[Future[Entry]] = []
+        maker = Maker(self.plan.source)
         with (
             ThreadPoolExecutor(self.workers) as pool,
             ThreadPoolExecutor(1) as publisher,
@@ -66,11 +68,11 @@ class ShardRun:
                         hashes[shard] = SourceHash(self.plan.source, shard, hasher)
                 progress = partial(self._progress, hashes[job.shard])
                 with self.folder.shard(job.shard, job.file_bytes) as file:
-                    sha256 = convert_shard(job, self.plan.source, file, pool, 2 * self.workers, progress)
+                    result = convert_shard(job, maker, file, pool, 2 * self.workers, progress)
                 sources = {shard: hashes[shard].finish() for shard in job.reads}
                 while pending:
                     yield pending.pop().result()
-                pending.append(publisher.submit(self._publish, job, sha256, sources))
+                pending.append(publisher.submit(self._publish, job, result, sources))
             while pending:
                 yield pending.pop().result()
 
@@ -78,9 +80,10 @@ class ShardRun:
         source_hash.advance(end)
         self.progress(nbytes)
 
-    def _publish(self, job: ShardJob, sha256: str, sources: dict[str, Future[str]]) -> Entry:
+    def _publish(self, job: ShardJob, result: ShardResult, sources: dict[str, Future[str]]) -> Entry:
         self.folder.publish(job.shard)
-        entry = Entry(job.shard, job.file_bytes, sha256, {shard: found.result() for shard, found in sources.items()})
+        hashes = {shard: found.result() for shard, found in sources.items()}
+        entry = Entry(job.shard, job.file_bytes, result.sha256, hashes, result.counts, result.rounded)
         self.journal.add(entry)
         return entry
 

@@ -6,13 +6,14 @@ All files of the source's folder are copied but weights in any format, what desc
 from collections.abc import Iterator
 from pathlib import Path
 
+from quantkit.checkpoint.config import MODELOPT_FILE
 from quantkit.checkpoint.digest import GATE_FILE
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.writer import MANIFEST_FILE
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"})
 _ABOUT_OLD_WEIGHTS = frozenset(
-    {CONFIG_FILE, MANIFEST_FILE, GATE_FILE, "hf_quant_config.json", "quantize_config.json", "README.md"}
+    {CONFIG_FILE, MANIFEST_FILE, GATE_FILE, MODELOPT_FILE, "quantize_config.json", "README.md"}
 )
 
 

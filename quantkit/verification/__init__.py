@@ -1,8 +1,9 @@
 """`verify`: is a checkpoint whole, does its config describe it, and what did it lose against its source?
 
-findings   collecting problems by check
-soundness  the checkpoint alone: manifest, index, config, values
-fidelity   against its source: every weight accounted for, codes nearest, error
+findings     collecting problems by check
+soundness    the checkpoint alone: manifest, index, config, values
+fidelity     against its source: every weight accounted for, and its error
+comparisons  two forms of one weight, by their encodings
 """
 
 import time
@@ -20,11 +21,13 @@ from quantkit.verification.fidelity import Compared, Made, compare_weights, pool
 from quantkit.verification.findings import Findings
 from quantkit.verification.soundness import (
     check_config,
+    check_global_scales,
     check_index,
     check_manifest,
     check_values,
-    int4_from_fp8,
+    made_from_fp8,
     read_recipe,
+    read_targets,
 )
 
 _WORST = 10
@@ -59,10 +62,11 @@ def verify(
             signed = any(rule.get("scale") == ScaleMethod.SIGNED for rule in recipe.get("rules", ()))
             report = progress(opened.nbytes + (source.nbytes if source else 0)) if progress else lambda done: None
             check_index(opened, findings)
-            check_config(opened, weights, findings)
+            check_config(opened, weights, read_targets(folder), findings)
             check_values(opened, weights, signed, pool, findings, report)
+            check_global_scales(opened, weights, findings)
             if source:
-                made = Made(recipe.get("mtp") == Mtp.DROP, int4_from_fp8(folder))
+                made = Made(recipe.get("mtp") == Mtp.DROP, made_from_fp8(folder))
                 compared = compare_weights(opened, weights, source, made, pool, findings, report)
     errors = [error for error in (entry.error() for entry in compared) if error]
     return Verification(

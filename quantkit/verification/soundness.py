@@ -14,14 +14,16 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.config import KEY
-from quantkit.checkpoint.engines import ENGINES, ConfigMatcher, is_linear
+from quantkit.checkpoint.engines import is_linear
+from quantkit.checkpoint.engines.rules import Facts, Module, Status, judge
+from quantkit.checkpoint.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.checkpoint.header import StoredTensor
-from quantkit.checkpoint.pieces import Reader, byte_ranges
+from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges
 from quantkit.checkpoint.source import INDEX_FILE, SINGLE_FILE, Source, read_header
 from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.naming import TensorName
+from quantkit.recipe import EngineName
 from quantkit.report import Manifest
 from quantkit.verification.findings import Findings
 
@@ -42,13 +44,18 @@ def read_recipe(folder: Path) -> dict[str, Any]:
         return {}  # what is wrong with the manifest is `check_manifest`'s to say
 
 
-def int4_from_fp8(folder: Path) -> bool:
-    """Whether the manifest says that INT4 weights were made from FP8 ones."""
+def read_targets(folder: Path) -> frozenset[str]:
+    """The engines that the manifest's recipe is for; all without one."""
+    return frozenset(read_recipe(folder).get("engines", EngineName))
+
+
+def made_from_fp8(folder: Path) -> bool:
+    """Whether the manifest says that 4-bit weights were made from FP8 ones."""
     try:
         groups = Manifest.from_json((folder / MANIFEST_FILE).read_text(encoding="utf-8")).groups
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return any(group.format.startswith("int4") and group.source_format.startswith("fp8") for group in groups)
+    return any(group.format.startswith(("int4", "nvfp4")) and group.source_format.startswith("fp8") for group in groups)
 
 
 def check_manifest(folder: Path, pool: Executor, findings: Findings) -> None:
@@ -106,45 +113,79 @@ def check_index(checkpoint: Source, findings: Findings) -> None:
     return None
 
 
-def check_config(checkpoint: Source, weights: Iterable[Weight], findings: Findings) -> None:
-    """config.json alone predicts, by each engine's rules, the tensors of every module."""
-    quantization = checkpoint.config.get(KEY)
-    weights = [weight for weight in weights if is_linear(weight)]
-    if quantization is None:
-        findings.done("config", f"no {KEY}: every one of {len(weights):,} modules is plain")
-        for weight in weights:
-            if weight.encoding is not Encoding.PLAIN:
-                findings.problem("config", f"{weight.module} is {weight.label}, and config.json has no {KEY}")
+def check_config(checkpoint: Source, weights: Iterable[Weight], targets: frozenset[str], findings: Findings) -> None:
+    """config.json alone predicts, for each engine, the tensors of every module; a 4-bit checkpoint breaks no rule of
+    the engines `targets`, which its recipe names."""
+    facts = Facts.of(checkpoint, weights, targets=targets)
+    modules = [module for module in facts.modules if is_linear(module)]
+    if facts.quantization is None:
+        findings.done("config", f"no {KEY}: every one of {len(modules):,} modules is plain")
+        for module in modules:
+            if module.format:
+                findings.problem("config", f"{module.name.module} is {module.label}, and config.json has no {KEY}")
         return None
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "compressed-tensors":
-        return findings.skip("config", "not a compressed-tensors checkpoint")
-    findings.done("config", f"{len(weights):,} modules by the rules of {', '.join(engine.name for engine in ENGINES)}")
-    for engine in ENGINES:
-        try:
-            matcher = ConfigMatcher(quantization, engine, checkpoint.num_hidden_layers)
-            for weight in weights:
-                if problem := _config_problem(matcher, weight):
-                    findings.problem("config", f"{engine.name}: {problem}")
-        except EngineError as error:
-            findings.problem("config", str(error))
-        except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
-            findings.problem("config", f"{KEY} is malformed: {error!r}")
+    nvfp4 = any(module.encoding is Encoding.NVFP4 for module in modules)
+    if facts.method != "compressed-tensors" and not (facts.method == "modelopt" and nvfp4):
+        return findings.skip("config", "not a compressed-tensors checkpoint, and not ModelOpt's NVFP4")
+    try:
+        _check_names(facts, modules, findings)
+        if facts.four_bits:
+            _check_engines(facts, findings)
+    except EngineError as error:
+        findings.problem("config", str(error))
+    except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
+        findings.problem("config", f"{KEY} is malformed: {error!r}")
     return None
 
 
-def _config_problem(matcher: ConfigMatcher, weight: Weight) -> str | None:
-    actual = {TensorName.parse(tensor.spec.name).leaf for tensor in weight.tensors}
-    expected = matcher.leaves(weight.name)
-    if actual != expected:
-        return f"{weight.module} holds {', '.join(sorted(actual))}; the config says {', '.join(sorted(expected))}"
-    group = matcher.group(weight.name)
-    if group is None:
-        return None
-    said = matcher.groups[group]["weights"]
-    block = [1, said["group_size"]] if weight.encoding is Encoding.INT4 else list(said["block_structure"])
-    if list(weight.block or ()) != block:
-        return f"{weight.module} is {weight.label}; the config says {block}"
+def _check_names(facts: Facts, modules: Iterable[Module], findings: Findings) -> None:
+    modules = list(modules)
+    for engine, matcher in facts.matchers.items():
+        for module in modules:
+            if problem := config_problem(matcher, module.name, module.leaves, module.format):
+                findings.problem("config", f"{engine}: {module.name.module} {problem}")
+    findings.done("config", f"{len(modules):,} modules by the rules of {', '.join(facts.matchers)}")
+
+
+def _check_engines(facts: Facts, findings: Findings) -> None:
+    judgements = list(judge(facts, without={RULE_OF_NAMES}))
+    findings.done("engines", f"{sum(judgement.status is not Status.NOT_APPLICABLE for judgement in judgements)} rules")
+    for judgement in judgements:
+        if judgement.status is Status.BROKEN:
+            findings.problem("engines", f"{judgement.engine}: {judgement.text}. {judgement.rule.mend}")
+
+
+def check_global_scales(checkpoint: Source, weights: Iterable[Weight], findings: Findings) -> None:
+    """NVFP4 weights that engines fuse share one global scale: of two, the engines would take one for both."""
+    weights = [weight for weight in weights if weight.encoding is Encoding.NVFP4 and weight.name.fused_projection]
+    try:
+        unequal = unequal_globals(checkpoint, weights)
+    except QuantkitError as error:
+        return findings.problem("global scales", str(error))
+    if weights:
+        fused = {weight.name.fused_projection for weight in weights}
+        findings.done("global scales", f"one for the parts of each of {len(fused):,} fused projections")
+    for projection, values in unequal.items():
+        findings.problem("global scales", f"{projection} would have one of these: {values}")
     return None
+
+
+def unequal_globals(checkpoint: Source, weights: Iterable[Weight]) -> dict[str, str]:
+    """The fused projections whose NVFP4 parts have different global scales, with these in words.
+
+    Raises SourceError for a scale that cannot be read or is not positive.
+    """
+    reader = Reader(checkpoint)
+    partners: dict[str, list[Weight]] = {}
+    for weight in weights:
+        if weight.encoding is Encoding.NVFP4 and (fused := weight.name.fused_projection):
+            partners.setdefault(fused, []).append(weight)
+    unequal = {}
+    for fused, parts in partners.items():
+        values = {part.module: reader.multiplier(part) for part in parts}
+        if len(set(values.values())) > 1:
+            unequal[fused] = ", ".join(f"{value:g} of {module}" for module, value in values.items())
+    return unequal
 
 
 def check_values(
@@ -172,17 +213,31 @@ def _check_weight(reader: Reader, findings: Findings, signed: bool, weight: Weig
                 if problem:
                     findings.problem("values", f"{tensor.spec.name} {problem}")
                     break
+        if weight.encoding is Encoding.NVFP4 and (lost := _lost_groups(reader, weight)):
+            findings.problem("values", f"{weight.name} has {lost:,} groups with a scale of zero and codes that are not")
     except QuantkitError as error:
         findings.problem("values", str(error))
     return weight
 
 
+def _lost_groups(reader: Reader, weight: Weight) -> int:
+    """The number of groups of an NVFP4 weight that its codes say are not zero and its scales say are."""
+    lost = 0
+    for begin, end in row_ranges(weight):
+        packed, scale = reader.nvfp4_rows(weight, begin, end)
+        codes = (packed & 0x77).reshape(*scale.shape, -1)
+        lost += int((codes.any(axis=2) & (scale & 0x7F == 0)).sum())
+    return lost
+
+
 def _value_problem(tensor: StoredTensor, weight: Weight, signed: bool, data: npt.NDArray[np.uint8]) -> str | None:
     dtype = tensor.spec.dtype
-    if tensor in weight.others:
+    if tensor is weight.packed_shape:
         shape = data.view(np.int64 if dtype == "I64" else np.int32)
         return None if tuple(shape) == weight.shape else f"is {list(shape)}, but the weight is {list(weight.shape)}"
     if dtype == "F8_E4M3":
+        if tensor is weight.scale and (data & 0x80).any():
+            return "holds a negative scale"
         return "holds a NaN" if ops.first_nan(data) is not None else None
     if dtype not in _EXPONENTS:
         return None

@@ -1,91 +1,35 @@
-"""How vLLM, SGLang and transformers decide which config group a module belongs to.
+"""How vLLM, SGLang and transformers decide which group of a compressed-tensors config a module belongs to.
 
 A plan proves with these rules that the config alone gives every module the format that is on disk. All three test
 `ignore` first, then targets by name (exact, or `re:` with `re.match`) in the order of the groups, and know `Linear` as
 a class. They differ in the names of the modules that they build and in the order of the tests:
 
-    vLLM 0.33      builds `gate_up_proj` and `fused_qkv_a_proj`; looks for the built name, then for all of its members,
-                   then for the class (compressed_tensors/utils.py, config_utils.py: find_matching_patterns)
-    SGLang 0.5.23  builds `gate_up_proj`, known by that name only, and `fused_qkv_a_proj_with_mqa`, which is ignored by
-                   its members or its exact name; looks for the built name, then for the class; a plain `ignore`
-                   entry matches a dotted suffix; the MTP layer runs under `model.decoder.`; no match is an error
-                   (compressed_tensors/utils.py, models/deepseek_v2.py, deepseek_nextn.py)
+    vLLM 0.33      builds `gate_up_proj`, `fused_qkv_a_proj` and `qkv_proj`; looks for the built name, then for all of
+                   its members, then for the class (compressed_tensors/utils.py, config_utils.py:
+                   find_matching_patterns)
+    SGLang 0.5.23  builds `gate_up_proj` and `qkv_proj`, known by these names only, and `fused_qkv_a_proj_with_mqa`,
+                   which is ignored by its members or its exact name; looks for the built name, then for the class; a
+                   plain `ignore` entry matches a dotted suffix; the MTP layer runs under `model.decoder.`; no match is
+                   an error (compressed_tensors/utils.py, models/deepseek_v2.py, deepseek_nextn.py)
     transformers   builds the checkpoint's own modules (compressed-tensors 0.19, utils/match.py)
 
-Both engines look up the experts of a layer by the names of expert 0.
+Both engines look up the experts of a layer by the names of expert 0, and quantize the head only if it is targeted by
+name: its class is `ParallelLMHead` (compressed_tensors.py of both; SGLang: get_lm_head_scheme).
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.checkpoint.weights import Weight
+from quantkit.checkpoint.engines.habits import Engine
 from quantkit.errors import EngineError
 from quantkit.naming import Role, TensorName
 
-# What every engine builds as a quantizable Linear; a router or an embedding never takes a scheme from the config.
-LINEAR_ROLES = frozenset(
-    {
-        Role.ATTENTION,
-        Role.KV_B,
-        Role.INDEXER,
-        Role.INDEXER_WEIGHTS,
-        Role.DENSE_MLP,
-        Role.SHARED_EXPERT,
-        Role.ROUTED_EXPERT,
-        Role.MTP_PROJECTION,
-        Role.LM_HEAD,
-    }
-)
-
-
-def is_linear(weight: Weight) -> bool:
-    """Whether the config decides how an engine builds the module that `weight` belongs to, unlike its bias, say."""
-    return weight.name.role in LINEAR_ROLES and weight.name.leaf in ("weight", "weight_packed")
-
-
-_MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The habits of one engine.
-
-    fused                 checkpoint fusion -> the name that the engine builds; a fusion not listed is not fused
-    expanded              the built names that are also looked up by their members
-    ignores_members_only  whether `ignore` is tested against an expanded module's members and not against its own name
-    class_before_members  whether the class `Linear` is tested before the members
-    ignores_suffix        whether a plain `ignore` entry matches a dotted suffix of the name
-    mtp_prefix            what stands for `model.layers.N` in the MTP layer
-    """
-
-    name: str
-    fused: Mapping[str, str] = field(default_factory=dict)
-    expanded: frozenset[str] = frozenset()
-    ignores_members_only: bool = False
-    class_before_members: bool = False
-    ignores_suffix: bool = False
-    mtp_prefix: str | None = None
-
-
-ENGINES = (
-    Engine(
-        "vLLM",
-        fused={"gate_up_proj": "gate_up_proj", "fused_qkv_a_proj": "fused_qkv_a_proj"},
-        expanded=frozenset({"gate_up_proj", "fused_qkv_a_proj"}),
-    ),
-    Engine(
-        "SGLang",
-        fused={"gate_up_proj": "gate_up_proj", "fused_qkv_a_proj": "fused_qkv_a_proj_with_mqa"},
-        expanded=frozenset({"fused_qkv_a_proj_with_mqa"}),
-        ignores_members_only=True,
-        class_before_members=True,
-        ignores_suffix=True,
-        mtp_prefix="model.decoder",
-    ),
-    Engine("transformers"),
-)
+_MEMBERS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+}
 
 
 class ConfigMatcher:
@@ -110,31 +54,41 @@ class ConfigMatcher:
         if self._ignored(built, members):
             return None
         by_members = self._by_members(members)
-        by_class = self._class_group
+        by_class = self._class_group if self.engine.head_is_linear or name.role is not Role.LM_HEAD else None
         last = (by_class, by_members) if self.engine.class_before_members else (by_members, by_class)
         return next((key for key in (self._by_name(built), *last) if key is not None), None)
+
+    def is_homeless(self, name: TensorName) -> bool:
+        """Whether the engine refuses the module of `name`, because nothing ignores it and no target is its own."""
+        if not self.engine.needs_target or (name.role is Role.LM_HEAD and not self.engine.head_is_linear):
+            return False
+        return self.group(name) is None and not self._ignored(*self._built(name))
 
     def leaves(self, name: TensorName) -> frozenset[str]:
         """The leaves that the engine expects on disk for the weight of the module of `name`."""
         key = self.group(name)
-        if key is None:
-            return frozenset({"weight"})
-        if self.groups[key]["weights"]["type"] == "int":
+        return frozenset({"weight"}) if key is None else self.leaves_of(key)
+
+    def leaves_of(self, key: str) -> frozenset[str]:
+        """The leaves that stand for a weight of the group `key`."""
+        group = self.groups[key]
+        weights, activations = group["weights"], group.get("input_activations")
+        if weights["type"] == "int":
             return frozenset({"weight_packed", "weight_scale", "weight_shape"})
-        return frozenset({"weight", "weight_scale"})
+        if weights["num_bits"] == 4:
+            leaves = {"weight_packed", "weight_scale", "weight_global_scale"}
+            return frozenset(leaves | ({"input_global_scale"} if activations else set()))
+        static = activations is not None and not activations["dynamic"]
+        return frozenset({"weight", "weight_scale", *(("input_scale",) if static else ())})
 
     def _built(self, name: TensorName) -> tuple[str, tuple[str, ...]]:
         """The name of the module that the engine builds, and its members' names if it looks these up, too."""
-        module = name.module
-        if self.engine.mtp_prefix and name.is_mtp(self.num_hidden_layers):
-            module = re.sub(r"^.*?layers\.\d+", self.engine.mtp_prefix, module)
-        parent = module.rpartition(".")[0]
-        fusion = (name.fused_module or "").rpartition(".")[2]
-        if fusion not in self.engine.fused:
-            return module, ()
-        built = self.engine.fused[fusion]
-        members = _MEMBERS[fusion] if built in self.engine.expanded else ()
-        return f"{parent}.{built}", tuple(f"{parent}.{member}" for member in members)
+        built = self.engine.built(name, self.num_hidden_layers)
+        parent, _, last = built.rpartition(".")
+        if last not in self.engine.expanded:
+            return built, ()
+        members = _MEMBERS[(name.fused_module or "").rpartition(".")[2]]
+        return built, tuple(f"{parent}.{member}" for member in members)
 
     def _ignored(self, built: str, members: tuple[str, ...]) -> bool:
         by_itself = _matches(self._ignore, built)

@@ -1,0 +1,209 @@
+"""Which module may have which format."""
+
+from quantkit.checkpoint.engines import is_linear
+from quantkit.checkpoint.engines.rules.facts import FOUR_BITS, Facts, Module
+from quantkit.checkpoint.engines.rules.rule import BOTH, Rule, Status
+from quantkit.checkpoint.weights import Encoding
+from quantkit.naming import Role
+
+_DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
+_VLLM_CT = "model_executor/layers/quantization/compressed_tensors"
+_NEVER = frozenset({Role.ROUTER, Role.EMBEDDING, Role.MTP_PROJECTION, Role.NORM})
+_INDEXER = frozenset({Role.INDEXER, Role.INDEXER_WEIGHTS})
+_FUSED_BLOCK = (128, 128)  # of indexer.wk in SGLang, where the class Linear is not in FP8 blocks
+
+
+def _is_fused(facts: Facts, module: Module) -> bool:
+    return module.name.fused_module is not None and is_linear(module)
+
+
+def _other_format(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    first = facts.partners[module.name.fused_module or ""][0]
+    if first.label == module.label:
+        return None
+    return f"({module.label}) is fused with {first.name.module} ({first.label}) into one module, which needs one format"
+
+
+def _not_plain(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    return f"is {module.label}" if module.format else None
+
+
+def _kv_b(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    """SGLang takes an FP8 kv_b_proj apart by the block of the class `Linear`, else as one scale for each row."""
+    if module.encoding in FOUR_BITS:
+        return f"is {module.label}; SGLang reads its `weight`, and decodes only FP8"
+    if module.format and module.format.strategy == "block" and facts.method == "compressed-tensors":
+        block = _linear_block(facts)
+        return None if block == module.format.block else f"is {module.label}, and the config's Linear is not"
+    return None
+
+
+def _linear_block(facts: Facts) -> tuple[int, int] | None:
+    """The FP8 block of the group whose target is the class `Linear`."""
+    for group in ((facts.quantization or {}).get("config_groups") or {}).values():
+        if "Linear" in group["targets"]:
+            block = group["weights"].get("block_structure")
+            return (block[0], block[1]) if block else None
+    return None
+
+
+def _qkv_a(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    if module.encoding is Encoding.INT4:
+        return "is INT4; SGLang joins its weight_shape with its partner's, and the result fits no parameter"
+    if module.encoding is Encoding.NVFP4 and "weight_packed" in module.leaves:
+        return "is NVFP4; SGLang joins its global scale with its partner's, and the result fits no parameter"
+    return None
+
+
+def _indexer(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    if module.encoding in FOUR_BITS:
+        return f"is {module.label}; {engine} loads it into a BF16 parameter"
+    if module.format is None:
+        return None
+    if engine == "vLLM":
+        decoded = module.projection == "wk" and module.format.strategy != "tensor"
+        return None if decoded else f"is {module.label}; vLLM decodes indexer.wk alone, by rows or blocks"
+    block = _linear_block(facts) or _FUSED_BLOCK
+    return (
+        None if module.format.block == block else f"is {module.label}; SGLang decodes blocks of {block[0]}x{block[1]}"
+    )
+
+
+def _surplus_indexer(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    layer = module.name.layer
+    if layer is None or facts.is_mtp(module):
+        return None
+    pattern = facts.config.get("index_topk_pattern")
+    if pattern is not None:
+        skipped = layer < len(pattern) and pattern[layer] == "S"
+    else:
+        offset, frequency = facts.config.get("index_skip_topk_offset", 2), facts.config.get("index_topk_freq", 1)
+        skipped = max(layer - offset + 1, 0) % frequency != 0
+    return "is an indexer's, in a layer where vLLM builds none" if skipped else None
+
+
+def _router_bias(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    return None if module.label == "f32" else f"is {module.label}, too coarse to tell experts apart"
+
+
+def _mtp_of_modelopt(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    return (
+        f"is {module.label}; SGLang builds the MTP layer of a ModelOpt checkpoint unquantized"
+        if module.format
+        else None
+    )
+
+
+def _unequal_globals(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    values = (facts.unequal_globals or {}).get(module.name.fused_projection or "")
+    return f"and its partners have the global scales {values}" if values else None
+
+
+RULES = (
+    Rule(
+        "fused-partners",
+        "modules that are fused into one have one format",
+        "a fused module has one scheme and one set of parameters",
+        {
+            "vLLM": f"{_VLLM_CT}/utils.py: should_ignore_layer",
+            "SGLang": "srt/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",
+        },
+        "Give gate and up, q_a and kv_a, q, k and v, and all experts of a layer one scheme.",
+        _is_fused,
+        _other_format,
+    ),
+    Rule(
+        "plain-modules",
+        "router, embedding, eh_proj and norms are plain",
+        "they are built without a quantization config",
+        {
+            "vLLM": "models/deepseek_v32/nvidia/mtp.py: DeepseekV32MultiTokenPredictorLayer; "
+            "model_executor/models/deepseek_mtp.py: DeepSeekMultiTokenPredictorLayer",
+            "SGLang": "srt/models/deepseek_nextn.py: DeepseekModelNextN; srt/models/deepseek_v2.py: MoEGate",
+        },
+        "Give their roles the scheme keep or bf16.",
+        lambda facts, module: module.name.role in _NEVER,
+        _not_plain,
+    ),
+    Rule(
+        "kv-b",
+        "kv_b_proj is plain, or FP8 of a kind that SGLang decodes",
+        "its `weight` is taken apart when it is loaded; vLLM multiplies any format with an identity matrix",
+        {"SGLang": f"{_DSV2_LOADER}: post_load_weights, _resolve_layer_weight_block_size"},
+        "Give the role kv_b the scheme bf16.",
+        lambda facts, module: module.name.role is Role.KV_B and is_linear(module),
+        _kv_b,
+    ),
+    Rule(
+        "qkv-a",
+        "q_a_proj and kv_a_proj_with_mqa are neither INT4 nor compressed-tensors' NVFP4",
+        "the loader joins all tensors of the two row by row, shapes and global scales, too",
+        {"SGLang": f"{_DSV2_LOADER}: do_load_weights; srt/layers/linear.py: ReplicatedLinear.weight_loader"},
+        "Narrow the rule for the role attention by modules: .*(q_b|o)_proj (of ModelOpt, NVFP4 is loaded).",
+        lambda facts, module: module.projection in ("q_a_proj", "kv_a_proj_with_mqa") and is_linear(module),
+        _qkv_a,
+    ),
+    Rule(
+        "indexer",
+        "indexer.wk and weights_proj are plain; wk may be in FP8 blocks",
+        "both are loaded into one BF16 parameter, wk_weights_proj",
+        {
+            "vLLM": "models/deepseek_v32/attention.py: Indexer; "
+            "model_executor/models/deepseek_v2.py: _try_load_fp8_indexer_wk",
+            "SGLang": f"srt/layers/attention/dsa/dsa_indexer.py: Indexer; {_DSV2_LOADER}: _load_fused_indexer_wk",
+        },
+        "Give the roles indexer and indexer_weights the scheme keep or bf16.",
+        lambda facts, module: (
+            module.name.role in _INDEXER and module.projection in ("wk", "weights_proj") and is_linear(module)
+        ),
+        _indexer,
+    ),
+    Rule(
+        "surplus-indexer",
+        "layers that share another's indexer carry none",
+        "the CUDA loader finds no parameter for such a tensor and stops",
+        {"vLLM": "models/deepseek_v32/nvidia/model.py: load_weights; models/deepseek_v32/attention.py"},
+        "Take these tensors out of the source.",
+        lambda facts, module: facts.model_type in ("glm_moe_dsa", "deepseek_v32") and ".indexer." in module.name.module,
+        _surplus_indexer,
+    ),
+    Rule(
+        "modelopt-mtp",
+        "the MTP layer of a ModelOpt checkpoint is plain",
+        "the draft model is built without the quantization config",
+        {"SGLang": "srt/models/deepseek_nextn.py: DeepseekModelNextN; srt/models/glm4_moe_nextn.py"},
+        "Give --mtp keep --rest bf16, or --format compressed-tensors.",
+        lambda facts, module: facts.method == "modelopt" and facts.is_mtp(module) and is_linear(module),
+        _mtp_of_modelopt,
+    ),
+    Rule(
+        "shared-globals",
+        "NVFP4 weights that are fused have one global scale",
+        "of two, an engine takes one for both: the other weight is wrong by their ratio",
+        {
+            "vLLM": f"{_VLLM_CT}/schemes/compressed_tensors_w4a4_nvfp4.py and "
+            "compressed_tensors_moe/compressed_tensors_moe_w4a4_nvfp4.py: process_weights_after_loading",
+            "SGLang": "srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4_moe.py: "
+            "process_weights_after_loading",
+        },
+        "Convert the model from its source with quantkit.",
+        lambda facts, module: (
+            facts.unequal_globals is not None
+            and module.encoding is Encoding.NVFP4
+            and module.name.fused_projection is not None
+        ),
+        _unequal_globals,
+    ),
+    Rule(
+        "router-bias",
+        "the router's correction bias is FP32",
+        "in BF16, GLM-5.2's values fall together and other experts are chosen",
+        dict(
+            zip(BOTH, ("models/deepseek_v32/nvidia/model.py: MoE", "srt/models/deepseek_v2.py: MoEGate"), strict=True)
+        ),
+        "Convert from a source that holds it in FP32.",
+        lambda facts, module: module.name.role is Role.ROUTER_BIAS,
+        _router_bias,
+        Status.WARNING,
+    ),
+)

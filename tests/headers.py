@@ -1,0 +1,38 @@
+"""Published configs, and looking at a source's tensors by the parts of their names."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from quantkit.checkpoint.inventory import inventory
+from quantkit.checkpoint.source import Source
+from quantkit.naming import TensorName
+from quantkit.recipe import find_alias
+
+CONFIGS = Path(__file__).parent / "fixtures" / "configs"
+
+
+def config_of(model: str) -> str:
+    """The published config of a model: an alias, or a file of the fixtures."""
+    alias = find_alias(model)
+    return alias.config_text if alias else (CONFIGS / f"{model}.json").read_text()
+
+
+@lru_cache(maxsize=4)
+def published(model: str) -> Source:
+    """The headers of the published model; half a million objects at most, so only a few are kept."""
+    return inventory(model, config_of(model))
+
+
+def layers_with(source: Source, part: str) -> list[int]:
+    """The layers that hold a tensor with `part` in its name."""
+    names = [TensorName.parse(name) for name in source.tensors if part in name]
+    return sorted({name.layer for name in names if name.layer is not None})
+
+
+def specs_below(source: Source, module: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every tensor below `module`, by the rest of its name."""
+    return {
+        name.removeprefix(f"{module}."): (tensor.spec.dtype, tensor.spec.shape)
+        for name, tensor in source.tensors.items()
+        if name.startswith(f"{module}.")
+    }

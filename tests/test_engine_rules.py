@@ -1,0 +1,491 @@
+"""Each rule of an engine says what is wrong, and says nothing where nothing is."""
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headers import config_of
+from typer.testing import CliRunner
+
+import quantkit
+from quantkit.checkpoint.description import Format, describe
+from quantkit.checkpoint.engines.rules import RULES, Facts, Judgement, Module, Status, judge
+from quantkit.checkpoint.weights import Encoding
+from quantkit.cli import app
+from quantkit.compatibility.check import check_compatibility
+from quantkit.compatibility.report import Compatibility
+from quantkit.errors import EngineError, UsageError
+from quantkit.naming import TensorName
+from quantkit.recipe import Dialect, ScaleMethod
+
+LAYERS = 78
+MLA = {"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "n_routed_experts": 256, "n_shared_experts": 1}
+PACKED = frozenset({"weight_packed", "weight_scale", "weight_shape"})
+CT_NVFP4 = frozenset({"weight_packed", "weight_scale", "weight_global_scale"})
+MODELOPT = frozenset({"weight", "weight_scale", "weight_scale_2"})
+
+
+def module(name: str, kind: str = "bf16", shape: tuple[int, int] = (2048, 2048), leaf: str = "weight") -> Module:
+    """A module below `model.`, of a kind like `int4 g=32`, `nvfp4`, `modelopt nvfp4`, `fp8 128x128` or a dtype."""
+    full = TensorName(name if name == "lm_head" else f"model.{name}", leaf)
+    match kind.split():
+        case ["int4", group]:
+            form = Format.groups(Encoding.INT4, int(group.removeprefix("g=")))
+            return Module(TensorName(full.module, "weight_packed"), shape, kind, PACKED, form)
+        case ["nvfp4", *activations]:
+            form = Format.groups(Encoding.NVFP4, 16, activations=bool(activations))
+            leaves = CT_NVFP4 | ({"input_global_scale"} if activations else set())
+            return Module(TensorName(full.module, "weight_packed"), shape, kind, leaves, form)
+        case ["modelopt", _]:
+            return Module(full, shape, "nvfp4", MODELOPT, Format.groups(Encoding.NVFP4, 16))
+        case ["fp8", ("channel" | "tensor") as strategy]:
+            form = Format(Encoding.FP8, strategy)
+            return Module(full, shape, kind, frozenset({"weight", "weight_scale"}), form)
+        case ["fp8", block]:
+            rows, columns = map(int, block.split("x"))
+            form = Format(Encoding.FP8, "block", (rows, columns))
+            return Module(full, shape, kind, frozenset({"weight", "weight_scale"}), form)
+    return Module(full, shape, kind, frozenset({leaf}))
+
+
+def modules(
+    parent: str, parts: Sequence[str], kind: str = "bf16", shape: tuple[int, int] = (2048, 2048)
+) -> list[Module]:
+    return [module(f"{parent}.{part}", kind, shape) for part in parts]
+
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = modules("layers.3.mlp.experts.0", MLP, "int4 g=32")
+NVFP4_EXPERTS = modules("layers.3.mlp.experts.0", MLP, "nvfp4")
+MODELOPT_EXPERTS = modules("layers.3.mlp.experts.0", MLP, "modelopt nvfp4")
+SHARED = modules("layers.3.mlp.shared_experts", MLP)
+
+
+def described(found: Sequence[Module], dialect: Dialect = Dialect.COMPRESSED_TENSORS, **changes: Any) -> dict[str, Any]:
+    """The config that quantkit writes for these modules, with some keys changed."""
+    weights = [(entry.name, entry.format) for entry in found if len(entry.shape) == 2]
+    return describe(weights, LAYERS, dialect) | changes
+
+
+def retargeted(found: Sequence[Module], *targets: str) -> dict[str, Any]:
+    """The same with other targets of the first group."""
+    config = copy.deepcopy(described(found))
+    config["config_groups"]["group_0"]["targets"] = list(targets)
+    return config
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and what a rule says of it: a status for each engine.
+
+    config        that of the model, beyond `MLA`
+    quantization  `...` for the one that quantkit writes
+    """
+
+    rule: str
+    says: dict[str, str]
+    modules: Sequence[Module]
+    config: dict[str, Any] = field(default_factory=dict)
+    quantization: Any = ...
+    signed: bool = False
+    unequal: dict[str, str] | None = None
+    ranks: int | None = None
+
+    def judgements(self) -> dict[str, Judgement]:
+        """What the rule says, by engine."""
+        quantization = self.quantization
+        if quantization is ...:
+            four_bits = any(entry.format and entry.format.encoding is not Encoding.FP8 for entry in self.modules)
+            quantization = described(self.modules) if four_bits else None
+        facts = Facts(tuple(self.modules), MLA | self.config, quantization, LAYERS, self.signed, self.unequal)
+        return {found.engine: found for found in judge(facts, self.ranks) if found.rule.id == self.rule}
+
+
+def both(status: str) -> dict[str, str]:
+    return {"vLLM": status, "SGLang": status}
+
+
+def modelopt(*excluded: str) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": list(excluded)}
+
+
+def sglang(status: str) -> dict[str, str]:
+    return {"SGLang": status}
+
+
+OK, WARNING, FLAG, BROKEN, NEITHER = "ok", "warning", "needs a flag", "not ok", "not applicable"
+O_PROJ, DOWN = "layers.3.self_attn.o_proj", "layers.3.mlp.experts.0.down_proj"
+KV_B = "layers.3.self_attn.kv_b_proj"
+QKV_A = ("q_a_proj", "kv_a_proj_with_mqa")
+FP8_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+FP8_LINEAR = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"a": {"targets": ["Linear"], "weights": FP8_BLOCKS}},
+}
+MTP_INT4 = modules("layers.78.mlp.experts.0", MLP, "int4 g=32")
+FULL_KV = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+REGEX_ONLY = (r"re:.*mlp\.experts\..*",)
+
+CASES = [
+    Case("fused-partners", both(OK), modules("layers.0.mlp", MLP)),
+    Case("fused-partners", both(OK), [module("layers.0.mlp.gate_proj", "f32"), module("layers.1.mlp.up_proj")]),
+    Case("fused-partners", both(BROKEN), [module("layers.0.mlp.gate_proj", "f32"), module("layers.0.mlp.up_proj")]),
+    Case("fused-partners", both(BROKEN), [*modules("layers.3.mlp.experts.1", MLP), *EXPERTS]),
+    Case("plain-modules", both(OK), modules("layers.78", ("eh_proj", "enorm", "mlp.gate"))),
+    Case("plain-modules", both(BROKEN), [*EXPERTS, module("layers.78.eh_proj", "int4 g=32")]),
+    Case("plain-modules", both(BROKEN), [module("layers.3.mlp.gate", "fp8 128x128")]),
+    Case("kv-b", sglang(OK), [module(KV_B)]),
+    Case("kv-b", sglang(BROKEN), [*EXPERTS, module(KV_B, "int4 g=32")]),
+    Case("kv-b", sglang(BROKEN), [*NVFP4_EXPERTS, module(KV_B, "nvfp4")]),
+    Case("kv-b", sglang(BROKEN), [*MODELOPT_EXPERTS, module(KV_B, "modelopt nvfp4")], quantization=modelopt()),
+    Case("kv-b", sglang(BROKEN), [*EXPERTS, module(KV_B, "fp8 128x128")]),
+    Case("kv-b", sglang(OK), [*EXPERTS, module(KV_B, "fp8 channel")]),
+    Case("kv-b", sglang(OK), [module(KV_B, "fp8 128x128")], quantization=FP8_LINEAR),
+    Case("kv-b", sglang(OK), [module(KV_B, "fp8 128x128")], quantization={"quant_method": "fp8"}),
+    Case("qkv-a", sglang(OK), modules("layers.0.self_attn", QKV_A, "fp8 128x128")),
+    Case("qkv-a", sglang(BROKEN), [*EXPERTS, *modules("layers.0.self_attn", QKV_A, "int4 g=32")]),
+    Case("qkv-a", sglang(BROKEN), [*NVFP4_EXPERTS, *modules("layers.0.self_attn", QKV_A, "nvfp4")]),
+    Case("qkv-a", sglang(OK), modules("layers.0.self_attn", QKV_A, "modelopt nvfp4"), quantization=modelopt()),
+    Case("indexer", both(OK), modules("layers.0.self_attn.indexer", ("wk", "weights_proj"))),
+    Case("indexer", both(OK), [module("layers.0.self_attn.indexer.wk", "fp8 128x128")]),
+    Case("indexer", both(NEITHER), [*EXPERTS, module("layers.0.self_attn.indexer.wq_b", "int4 g=32")]),
+    Case("indexer", both(BROKEN), [*EXPERTS, module("layers.0.self_attn.indexer.wk", "int4 g=32")]),
+    Case("indexer", both(BROKEN), [*NVFP4_EXPERTS, module("layers.0.self_attn.indexer.weights_proj", "nvfp4")]),
+    Case("indexer", {"vLLM": BROKEN, "SGLang": OK}, [module("layers.0.self_attn.indexer.weights_proj", "fp8 128x128")]),
+    Case("indexer", {"vLLM": OK, "SGLang": BROKEN}, [module("layers.0.self_attn.indexer.wk", "fp8 64x64")]),
+    Case("indexer", {"vLLM": OK, "SGLang": BROKEN}, [module("layers.0.self_attn.indexer.wk", "fp8 channel")]),
+    Case("indexer", both(BROKEN), [module("layers.0.self_attn.indexer.wk", "fp8 tensor")]),
+    Case("surplus-indexer", {"vLLM": OK}, [module("layers.3.self_attn.indexer.wk")]),
+    Case("surplus-indexer", {"vLLM": OK}, [module("layers.6.self_attn.indexer.wk")], FULL_KV),
+    Case("surplus-indexer", {"vLLM": OK}, [module("layers.78.self_attn.indexer.wk")], FULL_KV),
+    Case("surplus-indexer", {"vLLM": BROKEN}, [module("layers.3.self_attn.indexer.k_norm")], FULL_KV),
+    Case("surplus-indexer", {"vLLM": BROKEN}, [module("layers.1.self_attn.indexer.wk")], {"index_topk_pattern": "FSF"}),
+    Case("surplus-indexer", {"vLLM": OK}, [module("layers.2.self_attn.indexer.wk")], {"index_topk_pattern": "FSF"}),
+    Case("surplus-indexer", {"vLLM": NEITHER}, [module("layers.3.self_attn.o_proj")], FULL_KV),
+    Case("modelopt-mtp", sglang(OK), [module("layers.78.self_attn.o_proj")], quantization=modelopt()),
+    Case(
+        "modelopt-mtp",
+        sglang(BROKEN),
+        [module("layers.78.self_attn.o_proj", "modelopt nvfp4")],
+        quantization=modelopt(),
+    ),
+    Case("modelopt-mtp", sglang(NEITHER), MTP_INT4),
+    Case("shared-globals", both(OK), NVFP4_EXPERTS, unequal={}),
+    Case("shared-globals", both(NEITHER), NVFP4_EXPERTS),
+    Case(
+        "shared-globals", both(BROKEN), NVFP4_EXPERTS, unequal={"model.layers.3.mlp.experts.0.gate_up_proj": "1 and 2"}
+    ),
+    Case("router-bias", both(OK), [module("layers.3.mlp.gate", "f32", leaf="e_score_correction_bias")]),
+    Case("router-bias", both(WARNING), [module("layers.3.mlp.gate", "bf16", leaf="e_score_correction_bias")]),
+    Case("mtp-prefix", sglang(OK), [*EXPERTS, *MTP_INT4, module("layers.78.self_attn.o_proj")]),
+    Case(
+        "mtp-prefix",
+        sglang(BROKEN),
+        [*EXPERTS, *MTP_INT4],
+        quantization=described([*EXPERTS, *MTP_INT4], ignore=[r"re:.*layers\.78\..*"]),
+    ),
+    Case(
+        "exclude-layers",
+        both(OK),
+        modules("layers.70.mlp", MLP, "modelopt nvfp4"),
+        quantization=modelopt("model.layers.7.*"),
+    ),
+    Case(
+        "exclude-layers",
+        {"vLLM": BROKEN, "SGLang": OK},
+        modules("layers.70.mlp", MLP, "modelopt nvfp4"),
+        quantization=modelopt("model.layers.7"),
+    ),
+    Case(
+        "exclude-layers",
+        both(BROKEN),
+        modules("layers.17.mlp", MLP, "modelopt nvfp4"),
+        quantization=modelopt("model.layers.1*"),
+    ),
+    Case(
+        "modelopt-mtp-head", {"vLLM": BROKEN}, [module("layers.78.eh_proj")], quantization=modelopt("*shared_head.head")
+    ),
+    Case("modelopt-mtp-head", {"vLLM": OK}, [module("layers.78.eh_proj")], quantization=modelopt("*.layers.78.head")),
+    Case("modelopt-mtp-head", {"vLLM": OK}, [module("layers.78.eh_proj")], quantization=modelopt("model.layers.78*")),
+    Case("modules-described", {**both(OK), "transformers": OK}, [*EXPERTS, *SHARED, module(O_PROJ, "fp8 128x128")]),
+    Case(
+        "modules-described",
+        {**both(BROKEN), "transformers": BROKEN},
+        [*EXPERTS, module(O_PROJ)],
+        quantization=described(EXPERTS),
+    ),
+    Case(
+        "modules-described",
+        {**both(BROKEN), "transformers": BROKEN},
+        modules("layers.3.mlp.experts.0", MLP, "int4 g=64"),
+        quantization=described(EXPERTS),
+    ),
+    Case("modules-described", {**both(OK), "transformers": NEITHER}, MODELOPT_EXPERTS, quantization=modelopt()),
+    Case("no-target", sglang(OK), [*EXPERTS, module(O_PROJ)]),
+    Case("no-target", sglang(BROKEN), [*EXPERTS, module(O_PROJ)], quantization=retargeted(EXPERTS, *REGEX_ONLY)),
+    Case("top-level-format", sglang(OK), EXPERTS),
+    Case("top-level-format", sglang(BROKEN), EXPERTS, quantization=described(EXPERTS, format="mixed-precision")),
+    Case("top-level-format", sglang(NEITHER), NVFP4_EXPERTS),
+    Case("linear-target", sglang(OK), [*EXPERTS, *SHARED]),
+    Case("linear-target", sglang(FLAG), [*EXPERTS, *SHARED], quantization=retargeted([*EXPERTS, *SHARED], *REGEX_ONLY)),
+    Case("linear-target", sglang(NEITHER), [*EXPERTS, *SHARED], {"n_routed_experts": 384}),
+    Case("shared-experts", sglang(FLAG), [*NVFP4_EXPERTS, *SHARED]),
+    Case("shared-experts", sglang(OK), [*NVFP4_EXPERTS, *modules("layers.3.mlp.shared_experts", MLP, "nvfp4")]),
+    Case("shared-experts", sglang(NEITHER), [*NVFP4_EXPERTS, *SHARED], {"n_routed_experts": 384}),
+    Case("shared-experts", sglang(NEITHER), [*EXPERTS, *SHARED]),
+    Case("shared-experts", sglang(FLAG), [*EXPERTS, *SHARED], {"model_type": "glm4_moe", "n_routed_experts": 128}),
+    Case("shared-experts", sglang(OK), [*MODELOPT_EXPERTS, *SHARED], quantization=modelopt("*shared_experts*")),
+    Case("shared-experts", sglang(FLAG), [*MODELOPT_EXPERTS, *SHARED], quantization=modelopt("*mlp.shared_exp*_proj")),
+    Case(
+        "shared-experts",
+        sglang(FLAG),
+        [*MODELOPT_EXPERTS, *SHARED],
+        {"model_type": "glm4_moe"},
+        quantization=modelopt("*shared_experts*"),
+    ),
+    Case(
+        "experts-target", {"transformers": OK}, [*EXPERTS, *modules("layers.3.mlp.shared_experts", MLP, "fp8 128x128")]
+    ),
+    Case(
+        "experts-target",
+        {"transformers": BROKEN},
+        EXPERTS,
+        quantization={
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "a": described(EXPERTS)["config_groups"]["group_0"],
+                "b": {"targets": [r"re:.*shared_experts.*"], "weights": FP8_BLOCKS},
+            },
+        },
+    ),
+    Case("modelopt-unread", {"transformers": WARNING}, MODELOPT_EXPERTS, quantization=modelopt()),
+    Case("modelopt-unread", {"transformers": NEITHER}, NVFP4_EXPERTS),
+    Case("fp8-merged", both(OK), modules("layers.0.self_attn", QKV_A, "fp8 128x128", (256, 512))),
+    Case("fp8-merged", both(NEITHER), [module("layers.0.self_attn.kv_a_proj_with_mqa", "fp8 128x128", (576, 512))]),
+    Case("fp8-merged", both(BROKEN), [module("layers.0.self_attn.q_a_proj", "fp8 128x128", (576, 512))]),
+    Case("fp8-merged", both(NEITHER), [module(O_PROJ, "fp8 128x128", (576, 512))]),
+    Case("int4-groups", both(OK), EXPERTS, ranks=16),
+    Case("int4-groups", both(BROKEN), modules("layers.3.mlp.experts.0", MLP, "int4 g=128"), ranks=32),
+    Case("int4-groups", both(OK), modules("layers.3.mlp.experts.0", MLP, "int4 g=32", (64, 2048)), ranks=64),
+    Case("int4-groups", both(WARNING), [module(DOWN, "int4 g=128", (2048, 1536))]),
+    Case("int4-groups", both(OK), [module(DOWN, "int4 g=128", (2048, 1536))], ranks=4),
+    Case("nvfp4-groups", both(OK), NVFP4_EXPERTS, ranks=128),
+    Case("nvfp4-groups", both(BROKEN), NVFP4_EXPERTS, ranks=256),
+    Case("int4-tiles", sglang(NEITHER), EXPERTS, ranks=64),
+    Case("int4-tiles", sglang(OK), [*EXPERTS, module(O_PROJ, "int4 g=32")], ranks=16),
+    Case("int4-tiles", sglang(BROKEN), [*EXPERTS, module(O_PROJ, "int4 g=32")], ranks=32),
+    Case("int4-tiles", sglang(OK), modules("layers.0.mlp", MLP[:2], "int4 g=32", (1024, 512)), ranks=32),
+    Case("int4-tiles", sglang(BROKEN), modules("layers.0.mlp", MLP[:2], "int4 g=32", (1024, 512)), ranks=64),
+    Case("fp8-blocks", both(OK), [module(O_PROJ, "fp8 128x128")], ranks=16),
+    Case("fp8-blocks", both(BROKEN), [module(O_PROJ, "fp8 128x128")], ranks=32),
+    Case("fp8-blocks", both(BROKEN), [module("layers.0.mlp.gate_proj", "fp8 128x128", (384, 2048))], ranks=2),
+    Case("fp8-blocks", both(OK), [module("layers.0.mlp.gate_proj", "fp8 128x128", (384, 2048))], ranks=1),
+    Case(
+        "fp8-blocks",
+        both(OK),
+        [module("layers.0.self_attn.k_proj", "fp8 128x128", (256, 512))],
+        {"num_key_value_heads": 2},
+        ranks=8,
+    ),
+    Case("fp8-blocks", both(NEITHER), modules("layers.0.self_attn", QKV_A, "fp8 128x128"), ranks=64),
+    Case("fp8-blocks", both(NEITHER), [module(O_PROJ, "fp8 channel")], ranks=64),
+    Case("int4-group-size", both(OK), EXPERTS),
+    Case("int4-group-size", both(WARNING), modules("layers.3.mlp.experts.0", MLP, "int4 g=16")),
+    Case("int4-blackwell", sglang(OK), modules("layers.3.mlp.experts.0", MLP, "int4 g=128")),
+    Case("int4-blackwell", sglang(WARNING), modules("layers.3.mlp.experts.0", MLP, "int4 g=64")),
+    Case("int4-flashinfer", both(OK), EXPERTS),
+    Case("int4-flashinfer", both(WARNING), modules("layers.3.mlp.experts.0", MLP, "int4 g=128")),
+    Case("signed-scales", both(NEITHER), EXPERTS),
+    Case("signed-scales", both(WARNING), EXPERTS, signed=True),
+    Case("w4a4", both(OK), NVFP4_EXPERTS),
+    Case("w4a4", both(WARNING), modules("layers.3.mlp.experts.0", MLP, "nvfp4 w4a4")),
+    Case("nvfp4-experts", {"transformers": WARNING}, NVFP4_EXPERTS),
+    Case("nvfp4-experts", {"transformers": NEITHER}, [module(O_PROJ, "nvfp4")]),
+    Case(
+        "kv-scales",
+        {"vLLM": WARNING, "SGLang": FLAG},
+        [*EXPERTS, module("layers.3.self_attn.k_proj", "f32", (), "k_scale")],
+    ),
+    Case(
+        "kv-scales", both(NEITHER), [module("layers.3.self_attn.k_proj", "f32", (), "k_scale")], {"kv_lora_rank": None}
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{number} {case.rule}" for number, case in enumerate(CASES)])
+def test_a_rule_says(case: Case) -> None:
+    """The rule's status for each engine; where something is wrong, the first module and the number of all are named."""
+    found = case.judgements()
+
+    assert {engine: judgement.status for engine, judgement in found.items()} == case.says
+    for judgement in found.values():
+        wrong = judgement.status not in (Status.OK, Status.NOT_APPLICABLE)
+        assert bool(judgement.problem) == wrong
+        assert (judgement.module in {entry.name.module for entry in case.modules}) == wrong
+        assert (0 < judgement.modules <= len(case.modules)) == wrong
+
+
+def test_every_rule_is_tried_where_it_is_broken_and_where_it_is_not() -> None:
+    """The cases above have both for each rule and engine, and each rule says where it was read and what mends it."""
+    tried = {(case.rule, engine, status in (OK, NEITHER)) for case in CASES for engine, status in case.says.items()}
+
+    assert tried == {(rule.id, engine, kept) for rule in RULES for engine in rule.sources for kept in (True, False)}
+    for rule in RULES:
+        assert all(".py" in source for source in rule.sources.values())
+        assert rule.mend.endswith((".", ")", "]"))
+
+
+def test_experts_are_counted_and_the_first_is_named() -> None:
+    """1024 experts of which two have another group size are one judgement, with the first one's name."""
+    names = [f"layers.3.mlp.experts.{number}.down_proj" for number in range(1024)]
+    found = Case("int4-blackwell", sglang(WARNING), [module(name, "int4 g=64") for name in names]).judgements()[
+        "SGLang"
+    ]
+
+    assert (found.modules, found.module) == (1024, f"model.{names[0]}")
+    assert found.text.startswith(f"model.{names[0]} (and 1,023 more) has groups of 64")
+
+
+def test_the_smallest_number_of_ranks_that_fails_is_told() -> None:
+    """1536 columns in groups of 128 are whole for 1, 2 and 4 ranks; 8 cut them. A given number is taken as it is."""
+    wide = [module(DOWN, "int4 g=128", (2048, 1536))]
+    usual = Case("int4-groups", both(WARNING), wide).judgements()["vLLM"]
+    given = Case("int4-groups", both(BROKEN), wide, ranks=16).judgements()["vLLM"]
+
+    assert (usual.status, usual.ranks) == ("warning", 8)
+    assert (given.status, given.ranks) == ("not ok", 16)
+
+
+def test_ranks_that_nobody_would_take_are_not_warned_of() -> None:
+    """512 columns over 8 ranks leave 64 to each: too few to be worth it, unless it is asked for."""
+    narrow = [module(DOWN, "int4 g=128", (2048, 512))]
+
+    assert Case("int4-groups", both(OK), narrow).judgements()["vLLM"].status == "ok"
+    assert Case("int4-groups", both(BROKEN), narrow, ranks=8).judgements()["vLLM"].status == "not ok"
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        None,
+        {"a": {}},
+        {"a": {"targets": ["Linear"], "weights": {"type": "float"}}},
+        {"a": {"targets": ["re:("], "weights": {}}},
+    ],
+)
+def test_a_malformed_config_is_an_error(groups: Any) -> None:
+    """It is named as such, before any rule is asked."""
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+
+    with pytest.raises(EngineError, match="quantization_config is malformed"):
+        list(judge(Facts(tuple(EXPERTS), MLA, config, LAYERS)))
+
+
+# --- the verb and the command
+
+
+def config_file(folder: Path, model: str, **changes: Any) -> Path:
+    """A published config with its `quantization_config` changed."""
+    config = json.loads(config_of(model))
+    config.get("text_config", config)["quantization_config"] |= changes
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def status_of(report: Compatibility, rule: str, engine: str) -> str:
+    return next(found.status for found in report.results if (found.rule, found.engine) == (rule, engine))
+
+
+@pytest.mark.parametrize("model", ["kimi-k2.6", "glm-5.2", "nvidia-glm-5.2-nvfp4"])
+@pytest.mark.usefixtures("no_garbage")
+def test_what_engines_serve_breaks_no_rule(model: str, tmp_path: Path) -> None:
+    """Published checkpoints that vLLM and SGLang are known to serve at eight ranks."""
+    report = check_compatibility(config_file(tmp_path, model), tp=8)
+
+    assert report.passed
+    assert [found.rule for found in report.results if found.status == "not ok"] == []
+    assert len(report.results) == sum(len(rule.sources) for rule in RULES)
+
+
+@pytest.mark.usefixtures("no_garbage")
+def test_a_list_that_hits_other_layers_is_broken_and_leaves_with_3(tmp_path: Path) -> None:
+    """`model.layers.7` in NVIDIA's list: vLLM would take layers 70 to 77 for plain; --json says so, too."""
+    config = json.loads(config_of("nvidia-glm-5.2-nvfp4"))
+    excluded = [*config["quantization_config"]["ignore"], "model.layers.7"]
+    path = config_file(tmp_path, "nvidia-glm-5.2-nvfp4", ignore=excluded)
+    result = CliRunner().invoke(app, ["engines", str(path), "--json"])
+
+    report = Compatibility.from_json(result.stdout)
+    assert (type(result.exception).__name__, report.passed) == ("CheckFailed", False)
+    assert getattr(result.exception, "exit_code", None) == 3
+    assert status_of(report, "exclude-layers", "vLLM") == "not ok"
+    assert status_of(report, "exclude-layers", "SGLang") == "ok"
+    broken = next(found for found in report.results if found.rule == "exclude-layers" and found.engine == "vLLM")
+    assert broken.module.startswith("model.layers.70.mlp.experts.")
+    assert broken.modules == 8 * 256 * 3
+
+
+def test_a_conversion_keeps_every_rule(toy_int4: Path) -> None:
+    """A folder is judged by what is stored; the table has a row for each rule that applies."""
+    report = check_compatibility(toy_int4, tp=1)
+
+    assert report.passed
+    rows = report.table().rows
+    assert {row[0] for row in rows} >= {"modules-described", "kv-b", "top-level-format", "int4-groups"}
+    assert all(row[1:4] != ("", "", "") for row in rows)
+    assert list(report.findings()) == []
+
+
+def test_the_command_prints_what_is_wrong_and_what_mends_it(toy_int4: Path) -> None:
+    """Eight ranks cut the toy's FP8 blocks: with --tp 8 exit code 3; unasked, nobody would take so many."""
+    unasked = CliRunner().invoke(app, ["engines", str(toy_int4)])
+    asked = CliRunner().invoke(app, ["engines", str(toy_int4), "--tp", "8"])
+
+    assert unasked.exit_code == 0
+    assert "no rule is broken" in unasked.stdout
+    assert getattr(asked.exception, "exit_code", None) == 3
+    assert "8 ranks: NOT OK" in asked.stdout
+    assert "fp8-blocks, not ok: model.layers.0.mlp." in asked.stdout
+    assert "--rest bf16" in asked.stdout
+
+
+def test_signed_scales_are_known_from_the_manifest(toy: Path, tmp_path: Path) -> None:
+    """A conversion with `--scale signed` is warned of; a copy without the manifest cannot be."""
+    quantkit.convert(toy, tmp_path / "out", options=quantkit.Options(scale=ScaleMethod.SIGNED))
+
+    assert status_of(check_compatibility(tmp_path / "out"), "signed-scales", "vLLM") == "warning"
+    (tmp_path / "out" / "quantkit.json").unlink()
+    assert status_of(check_compatibility(tmp_path / "out"), "signed-scales", "vLLM") == "not applicable"
+
+
+def test_no_ranks_are_a_usage_error(toy_int4: Path) -> None:
+    """There is no half a rank."""
+    with pytest.raises(UsageError, match="tp is 0"):
+        check_compatibility(toy_int4, tp=0)
+
+
+def test_verify_reports_a_broken_rule(toy_int4: Path, tmp_path: Path) -> None:
+    """A top-level format that SGLang's experts refuse fails the check `engines`, with what mends it."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in toy_int4.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["format"] = "mixed-precision"
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+
+    checks = {check.name: check for check in quantkit.verify(folder).checks}
+    assert checks["engines"].problems == 1
+    assert "SGLang: model.layers.1.mlp.experts." in checks["engines"].examples[0]
+    assert '"format": "pack-quantized"' in checks["engines"].examples[0]
+
+
+def test_verify_asks_no_rules_of_a_checkpoint_that_is_not_4_bit(toy: Path) -> None:
+    """An FP8 source has no check `engines`."""
+    assert "engines" not in {check.name for check in quantkit.verify(toy).checks}
