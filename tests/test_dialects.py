@@ -11,8 +11,9 @@ from truth import read_tensors, truth
 
 import quantkit
 from quantkit.conversion import Options, convert
+from quantkit.errors import PlanError
 from quantkit.naming import Role
-from quantkit.recipe import Dialect, Mtp, Recipe, Rule, ScaleMethod, Scheme, Treatment
+from quantkit.recipe import Dialect, Mtp, Recipe, Rest, Rule, ScaleMethod, Scheme, Treatment
 from quantkit.report import Manifest
 
 TO_MODELOPT, TO_COMPRESSED = (Options(dialect=dialect) for dialect in (Dialect.MODELOPT, Dialect.COMPRESSED_TENSORS))
@@ -61,6 +62,26 @@ def test_trained_modelopt_checkpoint_becomes_loadable(
 
     assert_same_model(tmp_path / "restated", tmp_path / "direct")
     assert quantkit.verify(tmp_path / "restated", glm_tiny).passed
+
+
+def test_the_default_conversion_is_respelled_with_a_bf16_rest(
+    glm_tiny: Path, glm_tiny_converted: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its FP8 rest is in the way, then its MTP layer; with both decoded the same codes are ModelOpt's."""
+    source, rest = glm_tiny_converted["glm-5.2-nvfp4"], replace(TO_MODELOPT, rest=Rest.BF16)
+    with pytest.raises(PlanError, match=r"would stay fp8 128x128"):
+        convert(source, tmp_path / "output", options=TO_MODELOPT)
+    with pytest.raises(PlanError, match="rule modelopt-mtp"):
+        convert(source, tmp_path / "output", options=rest)
+
+    convert(source, tmp_path / "output", options=replace(rest, mtp=Mtp.KEEP))
+
+    before, after = read_tensors(source), read_tensors(tmp_path / "output")
+    codes = {name: data for name, (dtype, data) in after.items() if dtype == "U8"}
+    assert len(codes) == 3 * (16 + 1) * 3  # three layers of experts, and the shared ones
+    for name, data in codes.items():
+        assert np.array_equal(data, before[f"{name}_packed"][1])
+    assert quantkit.verify(tmp_path / "output", source).passed
 
 
 @pytest.mark.parametrize(

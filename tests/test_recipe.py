@@ -166,7 +166,7 @@ def test_conditions_are_and_not_or() -> None:
         ("{roles: 7, scheme: bf16}", "rule 2"),
         ("{scheme: bf16}", "roles is missing"),
         ("{roles: [norm]}", "scheme is missing"),
-        ("{roles: [norm], scheme: fp4}", "scheme is 'fp4'; it must be one of keep, bf16, int4, nvfp4"),
+        ("{roles: [norm], scheme: fp4}", "scheme is 'fp4'; it must be one of keep, bf16, fp8-to-bf16, int4, nvfp4"),
         ("{roles: [norm], scheme: [bf16]}", "scheme is ['bf16']"),
         ("{roles: [routed_expert], scheme: int4, scale: minmax}", "group_size is None"),
         ("{roles: [routed_expert], scheme: int4, group_size: 48, scale: minmax}", "group_size is 48"),

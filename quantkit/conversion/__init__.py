@@ -21,6 +21,7 @@ from quantkit.conversion.journal import Journal
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
 from quantkit.errors import OutputError, UsageError
+from quantkit.naming import TensorName
 from quantkit.plan import Plan, Step, make_plan
 from quantkit.recipe import (
     Dialect,
@@ -136,10 +137,20 @@ def preview(
 def choose_recipe(source: Source, recipe: Recipe | None, options: Options) -> Recipe:
     """`recipe`, or the built-in one that `options` ask for, with `options` applied."""
     if recipe is None and options.scheme is None and options.dialect is not None and _holds_nvfp4(source):
-        recipe = Recipe("restate", "another format, the same numbers", (Rule(Treatment(Scheme.KEEP)),))
+        recipe, options = _restating(source, options), replace(options, rest=None)
     if recipe is None:
         recipe = default_recipe(source.name, source.model_type, options.scheme or Scheme.INT4, options.dialect)
     return options.apply(recipe)
+
+
+def _restating(source: Source, options: Options) -> Recipe:
+    """All NVFP4 as it is in another format; with a BF16 rest what is FP8 is decoded, and MTP layers that are kept."""
+    rules = [Rule(Treatment(Scheme.FP8_TO_BF16 if options.rest is Rest.BF16 else Scheme.KEEP))]
+    layers = {TensorName.parse(name).layer for name in source.tensors}
+    mtp = [str(layer) for layer in layers if layer is not None and layer >= source.num_hidden_layers]
+    if options.rest is Rest.BF16 and options.mtp is Mtp.KEEP and mtp:
+        rules.insert(0, Rule(Treatment(Scheme.BF16), modules=rf"(.*\.)?layers\.({'|'.join(mtp)})\..*"))
+    return Recipe("restate", "another format, the same numbers", tuple(rules))
 
 
 def _holds_nvfp4(source: Source) -> bool:

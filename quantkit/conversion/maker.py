@@ -13,7 +13,7 @@ from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
 from quantkit.checkpoint.pieces import Reader, check_block_scales, nan_error
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.spelling import CODES_PER_WORD, NVFP4, NVFP4_GROUP
+from quantkit.checkpoint.spelling import CODES_PER_WORD, KV_SCALES, NVFP4, NVFP4_GROUP
 from quantkit.checkpoint.weights import Encoding
 from quantkit.plan import Step
 from quantkit.plan.steps import Action
@@ -61,6 +61,10 @@ class Maker:
         weight = step.weight
         if tensor in (weight.global_scale, weight.input_scale):
             return _scalar(step, target, self.reader.scalar(tensor))
+        if tensor is weight.packed_shape:
+            self.reader.check_shape(weight)
+        if weight.name.leaf in KV_SCALES:
+            self.reader.scalar(tensor)  # refuses what is not positive
         data: npt.NDArray[Any] = np.empty(end - begin, np.uint8)
         self.reader.source.read_into(tensor, begin, data.data)
         if weight.encoding is Encoding.FP8 and tensor is weight.scale:

@@ -16,6 +16,7 @@ from quantkit.checkpoint.config import MODELOPT_FILE, MTP_KEY, replace_value, sp
 from quantkit.checkpoint.description import describe, modelopt_file
 from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, Source
+from quantkit.checkpoint.spelling import KV_SCALES
 from quantkit.checkpoint.weights import Encoding, read_weights
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
@@ -118,7 +119,8 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     steps = list(make_steps(read_weights(source), recipe, source.num_hidden_layers))
     quantization_config = _quantization_config(source, recipe, steps)
     warnings = check_engines(planned_facts(source, recipe, steps, quantization_config))
-    return Plan(source, recipe, tuple(_make_jobs(steps)), quantization_config, (*source.warnings, *warnings))
+    warnings = (*source.warnings, *warnings, *(() if quantization_config else _kv_warnings(steps)))
+    return Plan(source, recipe, tuple(_make_jobs(steps)), quantization_config, warnings)
 
 
 def _quantization_config(source: Source, recipe: Recipe, steps: Iterable[Step]) -> dict[str, Any] | None:
@@ -139,7 +141,17 @@ def _quantization_config(source: Source, recipe: Recipe, steps: Iterable[Step]) 
         )
     matrices = (step for step in steps if len(step.weight.shape) == 2)
     modules = [(TensorName(step.weight.module, "weight"), step.format) for step in matrices]
-    return describe(modules, source.num_hidden_layers, recipe.dialect)
+    return describe(modules, source.num_hidden_layers, recipe.dialect, kv_scales=any(map(_is_kv_scale, steps)))
+
+
+def _is_kv_scale(step: Step) -> bool:
+    return step.weight.name.leaf in KV_SCALES
+
+
+def _kv_warnings(steps: Iterable[Step]) -> Iterable[str]:
+    if names := [str(step.weight.name) for step in steps if _is_kv_scale(step)]:
+        more = f" (and {len(names) - 1:,} more)" if len(names) > 1 else ""
+        yield f"{names[0]}{more} stays 1.0: engines read scales of a KV cache only if a quantization_config says so"
 
 
 def _json(content: Any) -> str:

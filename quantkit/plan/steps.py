@@ -1,10 +1,11 @@
 """What happens to one weight: the tensors that come out of it, and how they are made.
 
-    scheme    plain          FP8            INT4             NVFP4
-    keep      copy           copy           copy             restate
-    bf16      copy           decode         decode           decode
-    int4      to INT4        to INT4        copy, same g     refused
-    nvfp4     to NVFP4       to NVFP4       to NVFP4         restate
+    scheme       plain       FP8         INT4            NVFP4
+    keep         copy        copy        copy            restate
+    bf16         copy        decode      decode          decode
+    fp8-to-bf16  copy        decode      copy            restate
+    int4         to INT4     to INT4     copy, same g    refused
+    nvfp4        to NVFP4    to NVFP4    to NVFP4        restate
 
 A copy may get other names, and E8M0 scales become FP32: engines would take their bytes for numbers.
 """
@@ -142,11 +143,11 @@ def _action(weight: Weight, treatment: Treatment) -> Action:
     copied = Action.TRANSPOSE if weight.slab else Action.COPY
     if weight.name.leaf not in _MATRIX_LEAVES:
         return copied
-    if encoding is Encoding.NVFP4 and scheme in (Scheme.KEEP, Scheme.NVFP4):
+    if encoding is Encoding.NVFP4 and scheme in (Scheme.KEEP, Scheme.FP8_TO_BF16, Scheme.NVFP4):
         return Action.RESTATE
-    if scheme is Scheme.KEEP:
+    if scheme is Scheme.KEEP or (scheme is Scheme.FP8_TO_BF16 and encoding is not Encoding.FP8):
         return copied
-    if scheme is Scheme.BF16:
+    if scheme in (Scheme.BF16, Scheme.FP8_TO_BF16):
         return copied if encoding is Encoding.PLAIN else Action.DECODE
     if scheme is Scheme.NVFP4:
         return Action.NVFP4

@@ -16,6 +16,7 @@ class Scheme(StrEnum):
 
     KEEP = "keep"  # its bytes are copied
     BF16 = "bf16"  # quantized weights are decoded to BF16, plain tensors are copied
+    FP8_TO_BF16 = "fp8-to-bf16"  # FP8 weights are decoded to BF16, all others are copied
     INT4 = "int4"
     NVFP4 = "nvfp4"
 
