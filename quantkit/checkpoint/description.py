@@ -31,6 +31,7 @@ GROUP_FORMATS = {
     Encoding.FP8: "float-quantized",
     Encoding.NVFP4: "nvfp4-pack-quantized",
 }
+_KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 _FOUR_BITS = (Encoding.INT4, Encoding.NVFP4)
 _EXPERTS, _EXPERTS_OF_LAYERS = r"mlp\.experts\..*", r"mlp\.exp\w+\.\d+\.(gate|up|down)_proj$"
 _MAYBE_TIED = ("lm_head$", r"shared_head\.head$", "embed_tokens$")  # engines build them where none is stored, too
@@ -111,21 +112,24 @@ class Format:
 Modules = Iterable[tuple[TensorName, Format | None]]
 
 
-def describe(modules: Modules, num_hidden_layers: int, dialect: Dialect) -> dict[str, Any]:
+def describe(modules: Modules, num_hidden_layers: int, dialect: Dialect, *, kv_scales: bool = False) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint with these matrices (None: a plain one), one of them 4-bit at least.
+
+    kv_scales  whether scales of an FP8 KV cache are stored, which engines look for only if the config says so
 
     Raises PlanError for two 4-bit formats, of which engines take one.
     """
     table = _Table(modules, num_hidden_layers)
+    kv_cache_scheme = _KV_CACHE if kv_scales else None
     if dialect is Dialect.MODELOPT:
-        return _modelopt(table)
+        return _modelopt(table, kv_cache_scheme)
     main = table.main
     groups = _Groups(table, main)
     return {
         "quant_method": "compressed-tensors",
         "format": GROUP_FORMATS[main.encoding],
         "quantization_status": "compressed",
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": kv_cache_scheme,
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups.all())},
         "ignore": groups.ignore,
     }
@@ -218,7 +222,7 @@ def _group(form: Format, targets: list[str]) -> dict[str, Any]:
     }
 
 
-def _modelopt(table: _Table) -> dict[str, Any]:
+def _modelopt(table: _Table, kv_cache_scheme: dict[str, Any] | None) -> dict[str, Any]:
     """ModelOpt's: everything is NVFP4 but what `ignore` names, as globs."""
     ignore: list[str] = []
     for pattern, by_format in table.layers.items():
@@ -230,7 +234,7 @@ def _modelopt(table: _Table) -> dict[str, Any]:
         "quant_method": "modelopt",
         "quant_algo": "NVFP4" if table.main.activations else "W4A16_NVFP4",
         "group_size": 16,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": kv_cache_scheme,
         "ignore": ignore,
     }
 
@@ -241,7 +245,7 @@ def modelopt_file(quantization_config: dict[str, Any]) -> dict[str, Any]:
         "producer": {"name": "quantkit", "version": VERSION},
         "quantization": {
             "quant_algo": quantization_config["quant_algo"],
-            "kv_cache_quant_algo": None,
+            "kv_cache_quant_algo": "FP8" if quantization_config["kv_cache_scheme"] else None,
             "group_size": quantization_config["group_size"],
             "exclude_modules": quantization_config["ignore"],
         },

@@ -112,13 +112,29 @@ class Reader:
         return np.ascontiguousarray(part.T[begin:end])
 
     def int4_rows(self, weight: Weight, begin: int, end: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
-        """The rows `begin` to `end` of an INT4 weight: words [rows, K/8], and BF16 bits of the scales [rows, K/g]."""
+        """The rows `begin` to `end` of an INT4 weight: words [rows, K/8], and BF16 bits of the scales [rows, K/g].
+
+        Raises SourceError, naming the tensor, if its `weight_shape` is another one.
+        """
         assert weight.encoding is Encoding.INT4
         assert weight.scale is not None
+        if begin == 0:
+            self.check_shape(weight)
         words, groups = weight.shape[1] // CODES_PER_WORD, weight.scale.spec.shape[1]
         packed = self.tensor_bytes(weight.data, begin * words * 4, end * words * 4, "packed")
         scale = self.tensor_bytes(weight.scale, begin * groups * 2, end * groups * 2, "int4_scale")
         return packed.view(np.uint32).reshape(-1, words), scale.view(np.uint16).reshape(-1, groups)
+
+    def check_shape(self, weight: Weight) -> None:
+        """Raise SourceError, naming the tensor, unless `weight_shape` is the shape of the packed INT4 codes."""
+        assert weight.packed_shape is not None
+        stored = weight.packed_shape.spec
+        shape = shape_in(stored.dtype, self.tensor_bytes(weight.packed_shape, 0, stored.nbytes, "shape"))
+        if shape != weight.shape:
+            raise SourceError(
+                f"{stored.name} is {list(shape)}; {weight.name} holds {list(weight.shape)} codes of 4 bits",
+                hint="Weights of other widths than 4 bits are not understood; else the file is damaged.",
+            )
 
     def nvfp4_rows(self, weight: Weight, begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """The rows `begin` to `end` of an NVFP4 weight: bytes of two codes [rows, K/2] and E4M3 scales [rows, K/16]."""
@@ -167,6 +183,11 @@ class Reader:
             return 8.0 * float(np.abs(ops.to_float32(bits, weight.scale.spec.dtype)).max(initial=0))
         pieces = (self.rows(weight, begin, end) for begin, end in row_ranges(weight))
         return max((float(np.abs(piece).max(initial=0)) for piece in pieces), default=0.0)
+
+
+def shape_in(dtype: str, data: npt.NDArray[np.uint8]) -> tuple[int, ...]:
+    """What the bytes of a `weight_shape` say."""
+    return tuple(data.view(np.int64 if dtype == "I64" else np.int32).tolist())
 
 
 def check_block_scales(tensor: StoredTensor, scales: npt.NDArray[np.float32], first_row: int) -> None:

@@ -23,6 +23,7 @@ CODES_PER_WORD = 8  # 4-bit codes in an int32
 NVFP4_GROUP = 16  # weights that share an E4M3 scale
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
 INT4_SCALE, INT4_SHAPE = "weight_scale", "weight_shape"
+KV_SCALES = ("k_scale", "v_scale", "kv_scale")  # of an FP8 KV cache, of the attention or of k_proj and v_proj
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from quantkit.checkpoint.spelling import (
     FP8_SCALES,
     INT4_SCALE,
     INT4_SHAPE,
+    KV_SCALES,
     NVFP4,
     NVFP4_GROUP,
     fp8_block_specs,
@@ -122,19 +123,25 @@ def read_weights(source: Source) -> tuple[Weight, ...]:
     """Group all tensors of `source` into weights, each tensor in exactly one; fused experts are taken apart.
 
     Raises SourceError, naming the tensor, for an FP8 or packed weight without its scale, a scale without its weight,
-    a scale whose shape does not cover the weight, and fused experts whose orientation cannot be told.
+    a scale whose shape does not cover the weight, packed codes that the config says have another width than 4 bits, and
+    fused experts whose orientation cannot be told.
     """
-    block = _config_block(source)
+    said = _Said.by(source)
     weights: list[Weight] = []
     used: set[str] = set()
     for tensor in source.tensors.values():
         name = TensorName.parse(tensor.spec.name)
         dtype = tensor.spec.dtype
         if dtype == "F8_E4M3" and name.leaf == "weight":
-            weights.append(_fp8_weight(name, tensor, source.tensors, block))
+            weights.append(_fp8_weight(name, tensor, source.tensors, said.block))
         elif dtype == "U8" and name.leaf in ("weight", "weight_packed"):
             weights.append(_nvfp4_weight(name, tensor, source.tensors))
         elif name.leaf == "weight_packed":
+            if said.bits is not None:
+                raise SourceError(
+                    f"{name} may have num_bits {said.bits}, as config.json says; only 4 are understood",
+                    hint="Convert the FP8 or BF16 release of the model.",
+                )
             weights.append(_int4_weight(name, tensor, source.tensors))
         else:
             continue
@@ -151,19 +158,30 @@ def read_weights(source: Source) -> tuple[Weight, ...]:
     return tuple(weights)
 
 
-def _config_block(source: Source) -> tuple[int, int]:
-    """The FP8 block shape: the config's of either dialect, else 128 x 128."""
-    quantization = source.config.get("quantization_config") or source.text_config.get("quantization_config") or {}
-    try:
-        block = quantization.get("weight_block_size")
-        for group in (quantization.get("config_groups") or {}).values():
-            block = block or (group["weights"] or {}).get("block_structure")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise SourceError(f"{source.name}: quantization_config in config.json is malformed: {error!r}") from error
-    match block or [128, 128]:
-        case [rows, columns] if type(rows) is type(columns) is int and rows > 0 and columns > 0:
-            return rows, columns
-    raise SourceError(f"{source.name}: the FP8 block size in config.json is {block}, not two positive numbers")
+@dataclass(frozen=True)
+class _Said:
+    """What the config says of weights and no tensor tells.
+
+    block  rows and columns of an FP8 block, in either dialect; 128 x 128 unless it says so
+    bits   of packed integers, where they are not 4
+    """
+
+    block: tuple[int, int]
+    bits: int | None
+
+    @classmethod
+    def by(cls, source: Source) -> "_Said":
+        quantization = source.config.get("quantization_config") or source.text_config.get("quantization_config") or {}
+        try:
+            groups = [group["weights"] or {} for group in (quantization.get("config_groups") or {}).values()]
+            blocks = [quantization.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
+            bits = {group.get("num_bits") for group in groups if group.get("type") == "int"} - {4, None}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise SourceError(f"{source.name}: quantization_config in config.json is malformed: {error!r}") from error
+        match block := next(filter(None, blocks), [128, 128]):
+            case [rows, columns] if type(rows) is type(columns) is int and rows > 0 and columns > 0:
+                return cls((rows, columns), next(iter(bits), None))
+        raise SourceError(f"{source.name}: the FP8 block size in config.json is {block}, not two positive numbers")
 
 
 def _fp8_weight(
@@ -201,6 +219,8 @@ def _int4_weight(name: TensorName, data: StoredTensor, tensors: Mapping[str, Sto
     if scale is None or shape is None:
         missing = INT4_SCALE if scale is None else INT4_SHAPE
         raise SourceError(f"{name} is packed INT4 and {name.sibling(missing)} is missing")
+    if shape.spec.dtype not in ("I32", "I64") or shape.spec.shape != (2,):
+        raise SourceError(f"{shape.spec.name} is {shape.spec.dtype} {list(shape.spec.shape)}, not two integers")
     match data.spec, scale.spec:
         case TensorSpec(dtype="I32", shape=(rows, words)), TensorSpec(dtype="BF16", shape=(scale_rows, groups)):
             columns = words * CODES_PER_WORD
@@ -262,4 +282,6 @@ def _plain_weight(tensor: StoredTensor) -> Weight:
         raise SourceError(
             f"{name} is {tensor.spec.dtype} {list(tensor.spec.shape)}: a quantization that is not understood"
         )
+    if name.leaf in KV_SCALES:
+        _scalar(tensor)
     return Weight(name, Encoding.PLAIN, tensor.spec.shape, tensor)

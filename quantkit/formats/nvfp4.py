@@ -77,7 +77,8 @@ def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, exponent: int, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Decode codes [N, K] with scale [N, K / 16] to `dtype` [N, K]; a product has six significant bits."""
-    numbers = torch.tensor(_NUMBERS + tuple(-number for number in _NUMBERS), dtype=torch.float64)
+    signed = _NUMBERS + tuple(-number for number in _NUMBERS)
+    numbers = torch.tensor(signed, dtype=torch.float64, device=codes.device)
     step = scale.double().repeat_interleave(GROUP_SIZE, dim=1) * 2.0**exponent
     return (numbers[codes.long()] * step).to(dtype)
 

@@ -18,7 +18,7 @@ from quantkit.checkpoint.engines import is_linear
 from quantkit.checkpoint.engines.rules import Facts, Module, Status, judge
 from quantkit.checkpoint.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.checkpoint.header import StoredTensor
-from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges
+from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges, shape_in
 from quantkit.checkpoint.source import INDEX_FILE, SINGLE_FILE, Source, read_header
 from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
@@ -233,8 +233,8 @@ def _lost_groups(reader: Reader, weight: Weight) -> int:
 def _value_problem(tensor: StoredTensor, weight: Weight, signed: bool, data: npt.NDArray[np.uint8]) -> str | None:
     dtype = tensor.spec.dtype
     if tensor is weight.packed_shape:
-        shape = data.view(np.int64 if dtype == "I64" else np.int32)
-        return None if tuple(shape) == weight.shape else f"is {list(shape)}, but the weight is {list(weight.shape)}"
+        shape = shape_in(dtype, data)
+        return None if shape == weight.shape else f"is {list(shape)}, but the weight is {list(weight.shape)}"
     if dtype == "F8_E4M3":
         if tensor is weight.scale and (data & 0x80).any():
             return "holds a negative scale"

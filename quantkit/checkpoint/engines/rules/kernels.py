@@ -3,13 +3,13 @@
 from quantkit.checkpoint.engines import is_linear
 from quantkit.checkpoint.engines.rules.facts import Facts, Module
 from quantkit.checkpoint.engines.rules.rule import Rule, Status
+from quantkit.checkpoint.spelling import KV_SCALES
 from quantkit.checkpoint.weights import Encoding
 from quantkit.naming import Role
 from quantkit.recipe import GROUP_SIZES
 
 _CT = "srt/layers/quantization/compressed_tensors"
 _DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
-_KV_SCALES = ("k_scale", "v_scale", "kv_scale")
 
 
 def _is_int4(facts: Facts, module: Module) -> bool:
@@ -52,7 +52,7 @@ def _activations(module: Module) -> bool:
 
 
 def _kv_scale(facts: Facts, module: Module) -> bool:
-    return module.name.leaf in _KV_SCALES and facts.config.get("kv_lora_rank") is not None
+    return module.name.leaf in KV_SCALES and facts.config.get("kv_lora_rank") is not None
 
 
 def _ignored(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:

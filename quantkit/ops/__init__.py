@@ -132,7 +132,7 @@ def to_float32(data: Bytes, dtype: str) -> npt.NDArray[np.float32]:
     if dtype == "BF16":
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype in ("F8_E8M0", "U8"):
-        return np.where(data == 0xFF, np.float32(np.nan), np.exp2(data.astype(np.float32) - 127))
+        return np.exp2(np.where(data == 0xFF, np.float32(np.nan), data.astype(np.float32) - 127))
     return data.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32)
 
 
