@@ -1,0 +1,102 @@
+"""From a checkpoint's folder to a decoder, with every tensor in its place."""
+
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint.source import open_source
+from quantkit.errors import SourceError, UsageError
+from quantkit.models.config import GqaConfig, ModelConfig, read_config
+from quantkit.models.decoder import Decoder, Layer
+from quantkit.models.gqa import take_gqa
+from quantkit.models.linear import Linear
+from quantkit.models.mla import take_mla
+from quantkit.models.moe import take_mlp, take_moe
+from quantkit.models.norm import RmsNorm
+from quantkit.models.packed import Packed
+from quantkit.models.shelf import Shelf
+from quantkit.naming import Role
+
+_KV_SCALES = ("k_scale", "v_scale")
+
+
+def load(folder: str | Path, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> Decoder:
+    """Load the checkpoint in `folder`, in any storage that quantkit reads, to compute in `dtype` (bfloat16 or float32).
+
+    Weights stay as they are stored, so the decoder takes as much memory as the checkpoint has bytes, a vision tower's
+    apart; norms and biases become `dtype`, the router's bias float32, and MLA's kv_b_proj is decoded to `dtype`. The
+    MTP layer is read and not run. Raises SourceError, naming keys or tensors, for a model type or a config that cannot
+    be run, and for tensors that are missing, misshapen or without a place in the model.
+    """
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise UsageError(f"a model cannot be run in {dtype}", hint="Give torch.bfloat16 or torch.float32.")
+    source = open_source(Path(folder))
+    config = read_config(source)
+    check = Shelf(source, dtype, torch.device("meta"))
+    _build(check, config)
+    check.check()
+    return _build(Shelf(source, dtype, torch.device(device)), config)
+
+
+def _build(shelf: Shelf, config: ModelConfig) -> Decoder:
+    prefix, matrix = config.prefix, (config.vocab, config.hidden)
+    embedding = shelf.embedding(f"{prefix}model.embed_tokens.weight", matrix)
+    layers = tuple(_layer(shelf, f"{prefix}model.layers.{layer}", layer, config) for layer in range(config.layers))
+    norm = RmsNorm(shelf.vector(f"{prefix}model.norm.weight", config.hidden), config.eps)
+    head = _head(shelf, f"{prefix}lm_head.weight", embedding, config)
+    kv_scales = {name: shelf.number(name) for name in list(shelf.left) if name.endswith(_KV_SCALES)}
+    mtp = _mtp(shelf, config)
+    return Decoder(
+        config=config,
+        dtype=shelf.dtype,
+        device=shelf.device,
+        embedding=embedding.codes,
+        layers=layers,
+        norm=norm,
+        head=Linear(head),
+        mtp=mtp,
+        kv_scales=kv_scales,
+        passed=_pass(shelf),
+    )
+
+
+def _layer(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> Layer:
+    take_attention = take_gqa if isinstance(config.attention, GqaConfig) else take_mla
+    sparse = config.moe is not None and config.moe.sparse[layer]
+    return Layer(
+        attention_norm=RmsNorm(shelf.vector(f"{prefix}.input_layernorm.weight", config.hidden), config.eps),
+        attention=take_attention(shelf, f"{prefix}.self_attn", layer, config),
+        mlp_norm=RmsNorm(shelf.vector(f"{prefix}.post_attention_layernorm.weight", config.hidden), config.eps),
+        mlp=take_moe(shelf, f"{prefix}.mlp", config)
+        if sparse
+        else take_mlp(shelf, f"{prefix}.mlp", config.intermediate, config),
+    )
+
+
+def _head(shelf: Shelf, name: str, embedding: Packed, config: ModelConfig) -> Packed:
+    """The output layer; a tied one may be stored all the same, but not with other numbers."""
+    if config.tied and name not in shelf.left:
+        return embedding
+    head = shelf.matrix(name, (config.vocab, config.hidden))
+    if not config.tied or shelf.device.type == "meta":
+        return head
+    if head.codes.dtype != embedding.codes.dtype or not torch.equal(head.codes, embedding.codes):
+        raise SourceError(
+            f"{shelf.source.name}: the config ties the embedding to the output layer, but {name} is another",
+            hint="Set tie_word_embeddings to false in config.json, or remove the tensor.",
+        )
+    return embedding
+
+
+def _mtp(shelf: Shelf, config: ModelConfig) -> dict[str, Packed | torch.Tensor]:
+    end = config.layers + config.mtp_layers
+    names = [name for name, weight in shelf.left.items() if weight.name.is_mtp(config.layers)]
+    return {name: shelf.whole(name) for name in names if (shelf.left[name].name.layer or 0) < end}
+
+
+def _pass(shelf: Shelf) -> tuple[str, ...]:
+    """The tensors that are known and not needed; a vision tower's leave the shelf."""
+    vision = [name for name, weight in shelf.left.items() if weight.name.role is Role.VISION]
+    for name in vision:
+        del shelf.left[name]
+    return (*vision, *shelf.static)

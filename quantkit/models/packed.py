@@ -1,0 +1,69 @@
+"""A weight as the checkpoint stores it, in tensors, and as numbers.
+
+    plain   codes [N, K] BF16, F16 or F32
+    fp8     codes [N, K] float8_e4m3fn      scale float32 [ceil(N/rows), ceil(K/columns)] of `block`
+    int4    codes [N, K/8] int32            scale bfloat16 [N, K/g]
+    nvfp4   codes [N, K/2] uint8            scale float8_e4m3fn [N, K/16]      multiplier float32 []
+
+A channel's scale is that of the block (1, K), a tensor's that of (N, K). The experts of a layer are stacked: all
+tensors have one axis more, E, in front. Bit layouts: `quantkit.formats`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from quantkit.checkpoint.weights import Encoding
+from quantkit.formats import fp8_block, int4, nvfp4
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight of `shape` [N, K], or of E experts of that shape each."""
+
+    encoding: Encoding
+    shape: tuple[int, int]
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    multiplier: torch.Tensor | None = None
+    block: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(part.nbytes for part in (self.codes, self.scale, self.multiplier) if part is not None)
+
+    def expert(self, number: int) -> "Packed":
+        """One expert's weight, sharing the memory."""
+        return self._map(lambda part: part[number])
+
+    def to(self, device: torch.device) -> "Packed":
+        """The same on another device."""
+        return self._map(lambda part: part.to(device))
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Packed":
+        return replace(
+            self,
+            codes=change(self.codes),
+            scale=None if self.scale is None else change(self.scale),
+            multiplier=None if self.multiplier is None else change(self.multiplier),
+        )
+
+
+def decode(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of a weight that is not stacked: [N, K] in `dtype`, the product code x scale rounded once to it.
+
+    The product is made in float32, which holds INT4 exactly and rounds FP8 as the engines do; NVFP4's in float64.
+    """
+    if weight.encoding is Encoding.PLAIN:
+        return weight.codes.to(dtype)
+    assert weight.scale is not None
+    if weight.encoding is Encoding.FP8:
+        assert weight.block is not None
+        return fp8_block.dequantize(weight.codes, weight.scale, weight.block, dtype)
+    if weight.encoding is Encoding.INT4:
+        return int4.dequantize(int4.unpack(weight.codes), weight.scale, dtype)
+    assert weight.multiplier is not None
+    exact = nvfp4.dequantize(nvfp4.unpack(weight.codes), weight.scale, 0, torch.float64)
+    return (exact * weight.multiplier).to(dtype)
