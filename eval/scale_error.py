@@ -1,4 +1,4 @@
-"""`python -m quantkit.eval.scale_error`: what each way of choosing INT4 and NVFP4 scales loses, on the same FP8 weights.
+"""`python -m quantkit.eval.scale_error`: what each way of choosing 4-bit scales loses, on the same FP8 weights.
 
 Squared errors are against the exact source, codes times scales as stored, relative to `--scale minmax` (amax / 7.5).
 llm-compressor's observers stand beside, run as its `model_free_ptq` runs them: weights decoded to BF16, scales in BF16.

@@ -10,6 +10,8 @@
     ├── RemoteError           1   the Hub did not give what was asked for
     ├── DependencyError       1   an optional package is not installed
     ├── NotComparable         1   two evaluations differ in more than the weights, or one of them is not sound
+    ├── CacheError            1   pages of a KV cache, or their scales, are not what they must be
+    ├── RequestError          1   a request that the runtime cannot serve
     ├── CheckFailed           3   a check ran and found something wrong
     └── Undecided             4   a check ran and its evidence does not suffice
 
@@ -69,6 +71,14 @@ class CheckFailed(QuantkitError):
 
 class NotComparable(QuantkitError):
     """Two evaluations differ in more than the weights, or one of them is not sound."""
+
+
+class CacheError(QuantkitError):
+    """Pages of a KV cache are not of the kind that was asked for, or their scales are missing or unsound."""
+
+
+class RequestError(QuantkitError):
+    """A request can never be served, or what it was given turned out to be unsound."""
 
 
 class Undecided(QuantkitError):

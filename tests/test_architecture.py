@@ -19,6 +19,8 @@ LAYERS = {
     "checkpoint": 4,
     "plan": 5,
     "capacity": 5,
+    "models": 5,
+    "runtime": 6,
     "verification": 6,
     "card": 6,
     "conversion": 7,
@@ -79,6 +81,8 @@ def test_imports_go_down(path: Path) -> None:
         ("typer", {"cli"}),
         ("transformers", {"eval"}),
         ("numba", {"kernels"}),
+        ("tokenizers", {"runtime"}),
+        ("jinja2", {"runtime"}),
         ("triton", {"kernels"}),
         ("yaml", {"recipe", "card", "capacity"}),  # recipes, the metadata of model cards, the table of GPUs
     ],
