@@ -58,7 +58,8 @@ def _weight(kind: str, shape: tuple[int, ...], device: torch.device) -> _Weight:
 
 
 def _decode_fp8(device: torch.device, sizes: Sizes) -> Problem:
-    weight = torch.randint(0, 0x7F, (sizes.rows, sizes.columns), device=device).to(torch.uint8)
+    magnitude, sign = (torch.randint(0, end, (sizes.rows, sizes.columns), device=device) for end in (0x7F, 2))
+    weight = (magnitude | sign << 7).to(torch.uint8)
     scale = torch.rand(-(-sizes.rows // 128), -(-sizes.columns // 128), device=device)
     out = torch.empty(weight.shape, dtype=BF16, device=device)
     launch = partial(fp8.fp8_block_dequantize, weight, scale, out=out)

@@ -13,6 +13,7 @@ import typer
 from quantkit.cli.convert import convert
 from quantkit.cli.engines import engines
 from quantkit.cli.eval import evaluate
+from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.plan import plan
 from quantkit.cli.push import push
@@ -39,6 +40,7 @@ app.command()(inspect)
 app.command()(engines)
 app.command()(plan)
 app.command("eval")(evaluate)
+app.command()(generate)
 app.command()(push)
 app.add_typer(recipes)
 

@@ -1,0 +1,124 @@
+"""`quantkit generate`."""
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli.options import Json
+from quantkit.errors import RequestError, UsageError
+
+if TYPE_CHECKING:
+    from quantkit.runtime.generation import GenerationReport
+
+
+class Kv(StrEnum):
+    """What --kv can be."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+Checkpoint = Annotated[Path, typer.Argument(help="The folder of a checkpoint.", show_default=False)]
+Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="A text; several run as a batch.")]
+File = Annotated[
+    Path | None,
+    typer.Option("--prompts", help='More of them: one a line; in a .jsonl file {"prompt": ...} or {"tokens": [...]}.'),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens for each prompt.")]
+KvOption = Annotated[Kv, typer.Option("--kv", help="What the pages of the cache hold.")]
+KvScale = Annotated[float | None, typer.Option("--kv-scale", help="One scale for all layers of an FP8 cache.")]
+KvScales = Annotated[Path | None, typer.Option("--kv-scales", help="The file of an FP8 cache's scales.")]
+Memory = Annotated[str, typer.Option("--memory", help="Bytes of all pages: 2GiB, 500MB.")]
+PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")]
+ChunkSize = Annotated[int, typer.Option("--chunk-size", min=1, help="Tokens of a prompt that are computed together.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most probable token.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from the most probable tokens that make up so much.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of every prompt's sampling.")]
+Batched = Annotated[bool, typer.Option("--batched", help="Faster: prompts share passes, which changes last bits.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")]
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompts: Prompts = None,
+    prompt_file: File = None,
+    max_new_tokens: MaxNewTokens = 128,
+    kv: KvOption = Kv.BF16,
+    kv_scale: KvScale = None,
+    kv_scales: KvScales = None,
+    memory: Memory = "2GiB",
+    page_size: PageSize = 64,
+    chunk_size: ChunkSize = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    batched: Batched = False,
+    chat: Chat = False,
+    as_json: Json = False,
+) -> None:
+    """Go on from prompts with a checkpoint, on its weights as they are stored and a paged cache.
+
+    Examples:
+
+    quantkit generate ./GLM-5.2-INT4 "The capital of France is"
+
+    quantkit generate ./GLM-5.2-INT4 --chat "Who are you?" --temperature 0.6
+    """
+    nbytes = _parse_bytes(memory)
+    if not prompts and prompt_file is None:
+        raise UsageError("there is no prompt", hint='quantkit generate CHECKPOINT "The capital of France is".')
+    from quantkit.runtime import generation
+    from quantkit.runtime.engine import EngineOptions
+    from quantkit.runtime.sampling import Sampling
+
+    asked = [generation.Prompt(text) for text in prompts or ()]
+    asked += generation.read_prompts(prompt_file) if prompt_file else []
+    streamed = len(asked) == 1 and not as_json
+    report = generation.generate(
+        checkpoint,
+        asked,
+        max_new_tokens,
+        cache=generation.CacheOptions(generation.KvDtype(kv), kv_scale, kv_scales, nbytes, page_size),
+        sampling=Sampling(temperature, top_p, seed),
+        engine=EngineOptions(chunk_size, batched),
+        chat=chat,
+        on_text=lambda number, text: typer.echo(text, nl=False) if streamed else None,
+    )
+    _show(report, as_json, streamed)
+    if failed := [one.error for one in report.completions if one.error]:
+        raise RequestError(f"{len(failed)} of {len(report.completions)} prompts have no answer; the first: {failed[0]}")
+
+
+def _show(report: "GenerationReport", as_json: bool, streamed: bool) -> None:
+    """Texts on stdout; how the cache was kept on stderr."""
+    if as_json:
+        from quantkit import console
+
+        return console.show(report, as_json=True)
+    for number, one in enumerate(report.completions, start=1):
+        if streamed and one.text is not None:
+            typer.echo()
+            continue
+        if len(report.completions) > 1:
+            typer.echo(f"--- {number}: {one.finish}")
+        typer.echo(one.text if one.text is not None else " ".join(map(str, one.tokens)))
+    for warning in report.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo(f"cache: {report.kv}, {report.pages:,} pages of {report.page_size} tokens", err=True)
+    if report.kv_scales:
+        typer.echo(f"KV scales from {report.kv_scale_source}:", err=True)
+    for layer, scales in enumerate(report.kv_scales):
+        typer.echo(f"  layer {layer}: k {scales.key:g}, v {scales.value:g}", err=True)
+    return None
+
+
+def _parse_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
+    if match is None:
+        raise UsageError(f"--memory {text}: not a number of bytes", hint="Write 2GiB or 500MB.")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
