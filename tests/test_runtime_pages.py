@@ -203,7 +203,7 @@ def test_gqa_with_two_scales() -> None:
         parts.append(cache.attend_heads(1, positions[rows], query[rows], 1.0))
 
     error = (torch.cat(parts) - exact).norm() / exact.norm()
-    assert 1e-3 < float(error) < 0.04
+    assert 1e-3 < float(error) < 0.0625
 
 
 def test_values_beyond_fp8_are_clamped_and_counted() -> None:

@@ -9,7 +9,7 @@ import torch
 from counting_model import VOCAB, CountingModel, expected, make_pool, options
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quantkit.errors import RequestError, UsageError
 from quantkit.runtime import Engine, Event, Finish, Sampling
@@ -22,11 +22,9 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)  # two
 class Serving(RuleBasedStateMachine):
     """Any sequence of submitting, stepping, aborting and forking, over pools of any shape."""
 
-    numbers: Bundle[int] = Bundle("numbers")
-
     @initialize(
         page_size=st.integers(1, 4),
-        tokens=st.integers(20, 60),
+        tokens=st.integers(22, 80),
         chunk_size=st.integers(1, 6),
         batched=st.booleans(),
         share=st.booleans(),
@@ -39,54 +37,57 @@ class Serving(RuleBasedStateMachine):
         self.aborted: set[int] = set()
         self.told: dict[int, list[int]] = {}
 
-    @rule(target=numbers, prompt=PROMPTS, count=st.integers(1, 6), temperature=st.integers(0, 1))
-    def submit(self, prompt: tuple[int, ...], count: int, temperature: float) -> int:
+    @rule(prompt=PROMPTS, count=st.integers(1, 9), temperature=st.integers(0, 1))
+    def submit(self, prompt: tuple[int, ...], count: int, temperature: float) -> None:
         """One more request, which fits."""
         sampling = Sampling(temperature)
         number = self.engine.submit(prompt, count, sampling)
         self.wanted[number] = expected(prompt, count, sampling)
-        return number
 
-    @rule()
-    def step(self) -> None:
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
         """Compute; pages that nobody has are poisoned first."""
-        for page in self.pool.allocator._free:
-            for tensor in self.pool.tensors.values():
-                tensor[page] = torch.nan
-        for event in self.engine.step():
-            self.note(event)
+        for _ in range(steps):
+            for page in self.pool.allocator._free:
+                for tensor in self.pool.tensors.values():
+                    tensor[page] = torch.nan
+            for event in self.engine.step():
+                self.note(event)
 
-    @rule(number=numbers)
-    def abort(self, number: int) -> None:
+    @precondition(lambda self: self.wanted)
+    @rule(place=st.integers(0, 99))
+    def abort(self, place: int) -> None:
         """End a request that runs, waits or is finished."""
+        number = place % len(self.wanted)
         if self.engine._requests[number].finish is None:
             self.aborted.add(number)
         self.engine.abort(number)
 
-    @rule(target=numbers, number=numbers)
-    def fork(self, number: int) -> int:
-        """A second one that goes on from where a request is, to another text."""
-        request = self.engine._requests[number]
-        if request.finish is not None:
-            with pytest.raises(RequestError, match="is finished"):
-                self.engine.fork(number, Sampling())
-            return number
-        sampling = Sampling(1.0, seed=number + 1)
-        other = self.engine.fork(number, sampling)
-        self.wanted[other] = expected(request.prompt, request.max_new_tokens, sampling, request.generated)
-        self.told[other] = list(request.generated)
-        return other
+    @precondition(lambda self: self.engine.busy)
+    @rule(place=st.integers(0, 99))
+    def fork(self, place: int) -> None:
+        """A second request that goes on from where one is, to another text."""
+        live = [request for request in self.engine._requests.values() if request.finish is None]
+        if live:
+            request = live[place % len(live)]
+            sampling = Sampling(1.0, seed=place)
+            other = self.engine.fork(request.number, sampling)
+            self.wanted[other] = expected(request.prompt, request.max_new_tokens, sampling, request.generated)
+            self.told[other] = list(request.generated)
 
     @invariant()
-    def every_page_is_accounted_for(self) -> None:
+    def sound(self) -> None:
+        """After each rule."""
+        self.check()
+
+    def check(self) -> None:
         """Free, cached and used pages are all; a page has as many references as tables that list it."""
-        if hasattr(self, "engine"):
-            self.pool.allocator.check()
-            listed = Counter(page for request in self.engine._requests.values() for page in request.table.pages)
-            assert [listed[page] for page in range(self.pool.num_pages)] == self.pool.allocator.references
-            for request in self.engine._requests.values():
-                held = 0 if request.finish else request.computed
-                assert held <= len(request.table.pages) * self.pool.spec.page_size
+        self.pool.allocator.check()
+        listed = Counter(page for request in self.engine._requests.values() for page in request.table.pages)
+        assert [listed[page] for page in range(self.pool.num_pages)] == self.pool.allocator.references
+        for request in self.engine._requests.values():
+            held = 0 if request.finish else request.computed
+            assert held <= len(request.table.pages) * self.pool.spec.page_size
 
     def note(self, event: Event) -> None:
         """Keep what a step told."""
@@ -95,9 +96,9 @@ class Serving(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """In the end each request has its text, or was aborted, and no page is used."""
-        if not hasattr(self, "engine"):
-            return
-        self.engine.run(self.note)
+        while self.engine.busy:
+            self.step(1)
+            self.check()
         for number, wanted in self.wanted.items():
             completion = self.engine.take(number)
             assert completion.tokens == tuple(self.told.get(number, ()))
@@ -243,7 +244,7 @@ def test_only_pages_of_full_chunks_are_found() -> None:
         assert len(engine.pool.allocator.match(hashes)) == pages
 
 
-@pytest.mark.parametrize(("num_pages", "running"), [(9, 1), (10, 2)])
+@pytest.mark.parametrize(("num_pages", "running"), [(8, 1), (9, 2)])
 def test_admission_leaves_a_spare_page(num_pages: int, running: int) -> None:
     """A request is admitted if its tokens fit beside a spare page for each running one; cached pages count once."""
     engine = Engine(CountingModel(), make_pool(num_pages, 4), options())
@@ -312,6 +313,19 @@ def test_unsound_logits_fail_one_request() -> None:
     assert "are not numbers" in str(completion.error)
     assert engine.take(sound).tokens == expected((4, 5, 6), 6)
     assert engine.counters.failed == 1
+
+
+def test_finished_request_cannot_be_forked() -> None:
+    """There is nothing to go on from."""
+    engine = Engine(CountingModel(), make_pool(4, 4), options())
+    number = engine.submit((1,), 1)
+    engine.run()
+
+    with pytest.raises(RequestError, match="request 0 is finished"):
+        engine.fork(number, Sampling())
+    engine.take(number)
+    with pytest.raises(RequestError, match="there is no request 0"):
+        engine.fork(number, Sampling())
 
 
 def test_fork_copies_the_half_filled_page_only() -> None:
