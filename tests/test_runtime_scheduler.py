@@ -147,6 +147,17 @@ def test_exhausted_pool_loses_no_request(num_pages: int, chunk_size: int, batche
     assert not any(engine.pool.allocator.references)
 
 
+def test_repeating_beside_one_that_goes_on() -> None:
+    """In a shared pass, a preempted request's known tokens and another's next token do not mix."""
+    engine = Engine(CountingModel(), make_pool(6, 2), options(chunk_size=1, batched=True, share_prefixes=False))
+    asked = [((1,), 12), ((2,), 5), ((3,), 6)]
+    numbers = [engine.submit(prompt, count) for prompt, count in asked]
+    engine.run()
+
+    assert engine.counters.repeated_tokens > 0
+    assert [engine.take(number).tokens for number in numbers] == [expected(*one) for one in asked]
+
+
 def test_passes_do_not_depend_on_others() -> None:
     """In reference mode a preempted request's rows are computed again in the same company."""
     prompts = make_prompts(6)
