@@ -11,6 +11,13 @@ class KvLayout(StrEnum):
     FP8_DS_MLA = "fp8_ds_mla"  # latent in FP8 with scales inside, rope part in BF16
 
 
+class KvDtype(StrEnum):
+    """What the pages of the runtime hold."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
 class IndexCache(StrEnum):
     """Which layers of a model with sparse attention get an index cache."""
 

@@ -1,24 +1,17 @@
 """`quantkit generate`."""
 
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.capacity.layouts import KvDtype
 from quantkit.cli.options import Json
 from quantkit.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.generation import GenerationReport
-
-
-class Kv(StrEnum):
-    """What --kv can be."""
-
-    BF16 = "bf16"
-    FP8 = "fp8"
 
 
 Checkpoint = Annotated[Path, typer.Argument(help="The folder of a checkpoint.", show_default=False)]
@@ -28,7 +21,7 @@ File = Annotated[
     typer.Option("--prompts", help='More of them: one a line; in a .jsonl file {"prompt": ...} or {"tokens": [...]}.'),
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens for each prompt.")]
-KvOption = Annotated[Kv, typer.Option("--kv", help="What the pages of the cache hold.")]
+KvOption = Annotated[KvDtype, typer.Option("--kv", help="What the pages of the cache hold.")]
 KvScale = Annotated[float | None, typer.Option("--kv-scale", help="One scale for all layers of an FP8 cache.")]
 KvScales = Annotated[Path | None, typer.Option("--kv-scales", help="The file of an FP8 cache's scales.")]
 Memory = Annotated[str, typer.Option("--memory", help="Bytes of all pages: 2GiB, 500MB.")]
@@ -48,7 +41,7 @@ def generate(
     prompts: Prompts = None,
     prompt_file: File = None,
     max_new_tokens: MaxNewTokens = 128,
-    kv: KvOption = Kv.BF16,
+    kv: KvOption = KvDtype.BF16,
     kv_scale: KvScale = None,
     kv_scales: KvScales = None,
     memory: Memory = "2GiB",
@@ -83,7 +76,7 @@ def generate(
         checkpoint,
         asked,
         max_new_tokens,
-        cache=generation.CacheOptions(generation.KvDtype(kv), kv_scale, kv_scales, nbytes, page_size),
+        cache=generation.CacheOptions(kv, kv_scale, kv_scales, nbytes, page_size),
         sampling=Sampling(temperature, top_p, seed),
         engine=EngineOptions(chunk_size, batched),
         chat=chat,

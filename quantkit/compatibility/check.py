@@ -8,8 +8,7 @@ from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import read_weights
 from quantkit.compatibility.report import Compatibility, RuleResult
 from quantkit.errors import UsageError
-from quantkit.recipe import ScaleMethod
-from quantkit.verification.soundness import read_recipe, read_targets, unequal_globals
+from quantkit.verification.soundness import is_signed, read_recipe, targets_of, unequal_globals
 
 
 def check_compatibility(model: str | Path, *, tp: int | None = None, revision: str | None = None) -> Compatibility:
@@ -32,10 +31,9 @@ def _facts(source: Source) -> Facts:
     weights = read_weights(source)
     if source.folder is None:
         return Facts.of(source, weights)
-    rules = read_recipe(source.folder).get("rules", ())
-    signed = any(rule.get("scale") == ScaleMethod.SIGNED for rule in rules)
-    globals_, targets = unequal_globals(source, weights), read_targets(source.folder)
-    return Facts.of(source, weights, signed=signed, unequal_globals=globals_, targets=targets)
+    recipe, unequal = read_recipe(source.folder), unequal_globals(source, weights)
+    signed, targets = is_signed(recipe), targets_of(recipe)
+    return Facts.of(source, weights, signed=signed, unequal_globals=unequal, targets=targets)
 
 
 def _result(judgement: Judgement) -> RuleResult:

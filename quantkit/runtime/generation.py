@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import torch
 
+from quantkit.capacity.layouts import KvDtype
 from quantkit.errors import RequestError, UsageError
 from quantkit.models.decoder import Decoder
 from quantkit.models.loading import load
@@ -20,13 +20,6 @@ from quantkit.runtime.scales import KvScales, LayerScales, read_scale_file, scal
 from quantkit.runtime.tokenizer import TextStream, Tokenizer, stop_tokens
 
 OnText = Callable[[int, str], None]
-
-
-class KvDtype(StrEnum):
-    """What pages hold."""
-
-    BF16 = "bf16"
-    FP8 = "fp8"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from quantkit.checkpoint.locate import open_model
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.weights import Weight, read_weights
 from quantkit.errors import SourceError
-from quantkit.recipe import Mtp, ScaleMethod
+from quantkit.recipe import Mtp
 from quantkit.report import TensorError, Verification
 from quantkit.verification.fidelity import Compared, Made, compare_weights, pool_by_role
 from quantkit.verification.findings import Findings
@@ -25,9 +25,10 @@ from quantkit.verification.soundness import (
     check_index,
     check_manifest,
     check_values,
+    is_signed,
     made_from_fp8,
     read_recipe,
-    read_targets,
+    targets_of,
 )
 
 _WORST = 10
@@ -59,11 +60,10 @@ def verify(
         check_manifest(folder, pool, findings)
         if opened := _open(folder, findings):
             weights, recipe = _weights(opened, findings), read_recipe(folder)
-            signed = any(rule.get("scale") == ScaleMethod.SIGNED for rule in recipe.get("rules", ()))
             report = progress(opened.nbytes + (source.nbytes if source else 0)) if progress else lambda done: None
             check_index(opened, findings)
-            check_config(opened, weights, read_targets(folder), findings)
-            check_values(opened, weights, signed, pool, findings, report)
+            check_config(opened, weights, targets_of(recipe), findings)
+            check_values(opened, weights, is_signed(recipe), pool, findings, report)
             check_global_scales(opened, weights, findings)
             if source:
                 made = Made(recipe.get("mtp") == Mtp.DROP, made_from_fp8(folder))

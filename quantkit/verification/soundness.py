@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from quantkit.checkpoint.source import INDEX_FILE, SINGLE_FILE, Source, read_hea
 from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.recipe import EngineName
+from quantkit.recipe import EngineName, ScaleMethod
 from quantkit.report import Manifest
 from quantkit.verification.findings import Findings
 
@@ -44,9 +44,14 @@ def read_recipe(folder: Path) -> dict[str, Any]:
         return {}  # what is wrong with the manifest is `check_manifest`'s to say
 
 
-def read_targets(folder: Path) -> frozenset[str]:
-    """The engines that the manifest's recipe is for; all without one."""
-    return frozenset(read_recipe(folder).get("engines", EngineName))
+def is_signed(recipe: Mapping[str, Any]) -> bool:
+    """Whether a recipe, as `read_recipe` gives it, lets INT4 scales be negative."""
+    return any(rule.get("scale") == ScaleMethod.SIGNED for rule in recipe.get("rules", ()))
+
+
+def targets_of(recipe: Mapping[str, Any]) -> frozenset[str]:
+    """The engines that such a recipe is for; all without one."""
+    return frozenset(recipe.get("engines", EngineName))
 
 
 def made_from_fp8(folder: Path) -> bool:
