@@ -19,13 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from quantkit.checkpoint.header import StoredTensor, lay_out
-from quantkit.checkpoint.inventory import inventory
-from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
 from quantkit.conversion import preview
 from quantkit.eval import peers
+from quantkit.eval.random_model import write_random
 from quantkit.recipe import ScaleMethod, find_alias
 
 _PIECE_BYTES = 16 << 20
@@ -96,31 +92,7 @@ def make_source(folder: Path, size: int) -> int:
         "vocab_size": 1024,
         "indexer_types": ["full"] * layers,
     }
-    source = inventory("bench", json.dumps(config))
-    folder.mkdir(parents=True)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
-    weight_map = {name: tensor.shard for name, tensor in source.tensors.items()}
-    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": source.nbytes}, "weight_map": weight_map}))
-    for shard in source.shards:
-        _write_shard(folder / shard, [tensor for tensor in source.tensors.values() if tensor.shard == shard])
-    return source.nbytes
-
-
-def _write_shard(path: Path, tensors: list[StoredTensor]) -> None:
-    generator = np.random.default_rng(0)
-    header, places = lay_out([tensor.spec for tensor in tensors], path.name)
-    with path.open("wb") as file:
-        file.write(header)
-        for place in places:
-            if place.spec.dtype == "F8_E4M3":
-                data = generator.integers(0, 0x7F, place.spec.nbytes, dtype=np.uint8)
-                data |= generator.integers(0, 2, place.spec.nbytes, dtype=np.uint8) << 7
-            elif place.spec.dtype == "F32":
-                data = generator.uniform(1e-5, 1e-3, place.spec.nbytes // 4).astype(np.float32).view(np.uint8)
-            else:
-                data = np.zeros(place.spec.nbytes, np.uint8)
-            file.write(data.data)
-        os.fsync(file.fileno())
+    return write_random(folder, config)
 
 
 def time_process(source: Path, output: Path, command: Sequence[str]) -> Timing:

@@ -42,9 +42,10 @@ class Loaded:
 
 
 def quantizes_activations(source: Source) -> bool:
-    """Whether a checkpoint's format makes transformers quantize activations, which `load` switches off."""
-    groups = (source.config.get(KEY) or {}).get("config_groups", {})
-    return any(group.get("input_activations") is not None for group in groups.values())
+    """Whether a checkpoint's format asks for quantized activations, which neither `load` nor the runtime gives it."""
+    config = source.config.get(KEY) or {}
+    groups = config.get("config_groups") or {}
+    return "activation_scheme" in config or any(group.get("input_activations") for group in groups.values())
 
 
 def check_measurable(folder: Path) -> Source:
@@ -88,12 +89,18 @@ def _trouble_with_fp8(weight: Weight, compressed: bool) -> str | None:
 
 def check_memory(sources: Sequence[Source]) -> None:
     """SourceError if this machine's memory cannot hold the checkpoints side by side in float32."""
-    needed = sum(4 * math.prod(weight.shape) for source in sources for weight in read_weights(source))
+    needed = [sum(4 * math.prod(weight.shape) for weight in read_weights(source)) for source in sources]
+    check_room(list(zip((source.name for source in sources), needed, strict=True)), "in float32")
+
+
+def check_room(needed: Sequence[tuple[str, int]], how: str) -> None:
+    """SourceError if this machine's memory cannot hold checkpoints of these names and bytes side by side."""
+    total = sum(nbytes for _, nbytes in needed)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        names = " and ".join(source.name for source in sources)
+    if total > memory:
+        names = " and ".join(name for name, _ in needed)
         raise SourceError(
-            f"{names} need {needed / 1e9:,.1f} GB of memory in float32, and this machine has {memory / 1e9:,.1f} GB",
+            f"{names} need {total / 1e9:,.1f} GB of memory {how}, and this machine has {memory / 1e9:,.1f} GB",
             hint="Evaluate on a machine with more memory.",
         )
 

@@ -12,6 +12,8 @@
     ├── NotComparable         1   two evaluations differ in more than the weights, or one of them is not sound
     ├── CacheError            1   pages of a KV cache, or their scales, are not what they must be
     ├── RequestError          1   a request that the runtime cannot serve
+    ├── HandoffError          1   pages that one worker hands to another are not what they must be
+    ├── WorkerError           1   a worker process did not start, died, or hung
     ├── CheckFailed           3   a check ran and found something wrong
     └── Undecided             4   a check ran and its evidence does not suffice
 
@@ -79,6 +81,18 @@ class CacheError(QuantkitError):
 
 class RequestError(QuantkitError):
     """A request can never be served, or what it was given turned out to be unsound."""
+
+
+class HandoffError(QuantkitError):
+    """Pages that one worker hands to another are of another kind, or not those of the request; `cause` in a word."""
+
+    def __init__(self, message: str, *, cause: str = "terms", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.cause = cause
+
+
+class WorkerError(QuantkitError):
+    """A worker process did not start, died, or hung, and what it did could not be done again by another."""
 
 
 class Undecided(QuantkitError):

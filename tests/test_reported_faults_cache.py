@@ -136,7 +136,7 @@ def test_pages_are_not_read_as_what_they_are_not(trained: Decoder) -> None:
 
 @pytest.mark.parametrize("kv", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 def test_prefill_agrees_with_decode(trained: Decoder, kv: torch.dtype) -> None:
-    """B07: tokens 90 to 130 one by one have the logits of one pass over all; no page's border shows. (Rows differ in last
+    """B07: tokens 90 to 130 one by one have the logits of one pass over all; no border shows. (Rows differ in last
     bits of float32, and now and then one is rounded to its other neighbour.)"""
     tokens = torch.arange(140) * 37 % trained.config.vocab
     whole, pieces = pool_of(trained, kv), pool_of(trained, kv)

@@ -18,6 +18,7 @@ class PageSet:
 
     spec      what the numbers mean
     tokens    of the request, whose numbers the pages hold
+    tensors   by layer and part, [pages, page_size, ...]
     complete  whether all pages were filled and the set was sealed
     """
 
@@ -26,7 +27,7 @@ class PageSet:
         self.complete = False
         self._count = spec.pages_for(len(self.tokens))
         self._filled: set[int] = set()
-        self._tensors = {
+        self.tensors = {
             (part.layer, part.name): torch.empty((self._count, spec.page_size, *part.row), dtype=spec.dtype)
             for part in spec.parts
         }
@@ -35,7 +36,7 @@ class PageSet:
         """Copy a pool's page as the set's page `number`. Raises CacheError if the pool is of another spec."""
         self._check(pool)
         for place, tensor in pool.tensors.items():
-            self._tensors[place][number].view(torch.uint8).copy_(tensor[page].view(torch.uint8))
+            self.tensors[place][number].view(torch.uint8).copy_(tensor[page].view(torch.uint8))
         self._filled.add(number)
 
     def seal(self) -> None:
@@ -57,7 +58,7 @@ class PageSet:
             return None
         for number, page in enumerate(table.pages):
             for place, tensor in pool.tensors.items():
-                tensor[page].view(torch.uint8).copy_(self._tensors[place][number].view(torch.uint8))
+                tensor[page].view(torch.uint8).copy_(self.tensors[place][number].view(torch.uint8))
         return table
 
     def _check(self, pool: PagePool) -> None:
@@ -79,10 +80,11 @@ def _compared(ours: CacheSpec, theirs: CacheSpec) -> Iterator[tuple[str, object,
     yield "model", ours.model, theirs.model
     yield "dtype", ours.dtype, theirs.dtype
     yield "page size", ours.page_size, theirs.page_size
-    yield "layout", _layout(ours), _layout(theirs)
+    yield "layout", layout_of(ours), layout_of(theirs)
     yield "digest of KV scales", ours.scales.digest, theirs.scales.digest
 
 
-def _layout(spec: CacheSpec) -> str:
+def layout_of(spec: CacheSpec) -> str:
+    """What a page keeps of a token, layer by layer, in words."""
     rows = [f"{part.layer}.{part.name} {'x'.join(map(str, part.row))}" for part in spec.parts]
     return ", ".join(rows)
