@@ -1,6 +1,6 @@
 """Runs tasks of lm-eval on a checkpoint, item by item. The only user of lm_eval.
 
-Models run in transformers, loaded as `loading` says. What the harness only logs is recorded with each item: prompts cut
+Models are those that `backends` load. What the harness only logs is recorded with each item: prompts cut
 from the left, answers cut at the token cap, empty answers.
 """
 
@@ -12,13 +12,14 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ import torch
 from quantkit.errors import DependencyError, SourceError, UsageError
 from quantkit.eval.loading import Loaded
 from quantkit.eval.observed import Faults, observe
+from quantkit.eval.paged_model import take_remarks
 from quantkit.eval.runs import Item, TaskRun
 from quantkit.eval.task_specs import TaskSpec
 
 _ELSEWHERE = {"dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset"}  # where the data lie: they are hashed
 _DEFAULTS = "generation_config.json"  # transformers applies a checkpoint's own sampling settings
+_TRANSFORMERS: Mapping[str, str] = MappingProxyType({"backend": "hf"})
 NO_TEMPLATE = "none"  # the setting of a checkpoint without a chat template where one is asked for
 
 
@@ -73,8 +76,11 @@ def load_tasks(
     return loaded
 
 
-def run_settings(task: HarnessTask, folder: Path, tokenizer: Any) -> dict[str, Any]:
-    """All that a run of `task` by the checkpoint in `folder` depends on but its weights."""
+def run_settings(
+    task: HarnessTask, folder: Path, tokenizer: Any, backend: Mapping[str, str] = _TRANSFORMERS
+) -> dict[str, Any]:
+    """All that a run of `task` by the checkpoint in `folder` depends on but its weights and pages; `backend` is what
+    the backend's `settings` are."""
     template = None
     if task.settings["chat_template"]:
         template = _sha256(tokenizer.chat_template) if tokenizer.chat_template else NO_TEMPLATE
@@ -84,16 +90,21 @@ def run_settings(task: HarnessTask, folder: Path, tokenizer: Any) -> dict[str, A
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
     ignored = ("_from_model_config", "transformers_version")
-    return task.settings | {
+    return task.settings | dict(backend) | {
         "chat_template": template,
         "generation_defaults": {key: value for key, value in defaults.items() if key not in ignored},
     }
 
 
 def run_tasks(
-    tasks: Sequence[HarnessTask], loaded: Loaded, settings: Sequence[dict[str, Any]], *, seed: int, batch_size: int = 8
+    tasks: Sequence[HarnessTask],
+    loaded: Loaded,
+    settings: Sequence[dict[str, Any]],
+    *,
+    seed: int,
+    pages: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TaskRun]:
-    """Run the tasks in one pass on a model in memory; `settings` are those of `run_settings`."""
+    """Run the tasks in one pass on a model in memory; `settings` are those of `run_settings`, `pages` of the backend."""
     start = time.monotonic()
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -101,7 +112,7 @@ def run_tasks(
         task.task.set_fewshot_seed(seed=seed)  # anew: drawing examples moves it on, and both arms have the same task
     templated = any(one["chat_template"] not in (None, NO_TEMPLATE) for one in settings)
     with _quiet():
-        model, faults = observe(loaded, batch_size)
+        model, faults = observe(loaded)
         results = _harness("evaluator").evaluate(
             model,
             {"tasks": {task.name: task.task for task in tasks}, "groups": {}, "group_map": {}},
@@ -111,10 +122,11 @@ def run_tasks(
             fewshot_as_multiturn=templated,
         )
     seconds = (time.monotonic() - start) / len(tasks)
-    return [
-        _collect(task, one, results["samples"][task.name], faults, seconds)
-        for task, one in zip(tasks, settings, strict=True)
+    remarks = take_remarks(loaded.model)
+    collected = [
+        _collect(task, one, results["samples"][task.name], faults) for task, one in zip(tasks, settings, strict=True)
     ]
+    return [replace(run, seconds=seconds, pages=dict(pages), remarks=remarks) for run in collected]
 
 
 @cache
@@ -145,7 +157,6 @@ def _settings(task: Any, documents: list[Any], seed: int) -> dict[str, Any]:
     config = {key: value for key, value in task.dump_config().items() if key not in _ELSEWHERE}
     examples = list(task.fewshot_docs()) if config["num_fewshot"] else []
     return {
-        "backend": "hf",
         "dtype": "float32",
         **{package: metadata.version(package) for package in ("lm_eval", "transformers", "torch")},
         "definition": _sha256([_describe(config), documents, examples]),
@@ -158,7 +169,7 @@ def _settings(task: Any, documents: list[Any], seed: int) -> dict[str, Any]:
 
 
 def _collect(
-    task: HarnessTask, settings: dict[str, Any], samples: list[Any], faults: Faults, seconds: float
+    task: HarnessTask, settings: dict[str, Any], samples: list[Any], faults: Faults
 ) -> TaskRun:
     """The harness lists each item once for each filter."""
     items: dict[int, Item] = {}
@@ -172,7 +183,7 @@ def _collect(
             if isinstance(sample[metric], int | float | np.integer | np.floating | np.bool_):
                 item.scores[f"{metric},{sample['filter']}"] = float(sample[metric])
                 higher[f"{metric},{sample['filter']}"] = task.task.higher_is_better().get(metric) is not False
-    return TaskRun(task.name, settings, higher, tuple(items[number] for number in sorted(items)), seconds)
+    return TaskRun(task.name, settings, higher, tuple(items[number] for number in sorted(items)))
 
 
 def _describe(config: dict[str, Any]) -> str:

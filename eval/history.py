@@ -1,15 +1,17 @@
 """Results that are already known: an SQLite file of task runs, keyed by all that they depend on.
 
-The key is a digest of the checkpoint's content, not of its path, with the task's definition, documents and settings:
-other weights at the same path are another key, and a baseline is not run twice.
+The key is a digest of the checkpoint's content, not of its path, with the task's definition, documents and settings,
+and with dtype and KV scales of the pages it ran on, if there were any: other weights at the same path are another key,
+the same weights on other pages too, and a baseline is not run twice.
 """
 
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quantkit.errors import OutputError
@@ -28,15 +30,18 @@ class History:
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
-    def find(self, checkpoint: str, task: str, settings: dict[str, Any]) -> TaskRun | None:
-        """The run of `task` with these settings by the checkpoint of that digest.
+    def find(
+        self, checkpoint: str, task: str, settings: dict[str, Any], pages: Mapping[str, str] = MappingProxyType({})
+    ) -> TaskRun | None:
+        """The run of `task` with these settings by the checkpoint of that digest, on these pages.
 
         Raises OutputError where `keep` could not keep it: before it is run, not after.
         """
         if self._path is None:
             return None
         with self._open() as database:
-            row = database.execute("SELECT run FROM runs WHERE key = ?", (_key(checkpoint, task, settings),)).fetchone()
+            key = _key(checkpoint, task, settings, pages)
+            row = database.execute("SELECT run FROM runs WHERE key = ?", (key,)).fetchone()
         try:
             return TaskRun.from_json(row[0]) if row else None
         except (ValueError, KeyError, TypeError):  # an older version's, or damaged
@@ -49,7 +54,7 @@ class History:
         with self._open() as database, database:
             database.execute(
                 "INSERT OR REPLACE INTO runs (key, checkpoint, task, run) VALUES (?, ?, ?, ?)",
-                (_key(checkpoint, run.task, run.settings), checkpoint, run.task, run.to_json()),
+                (_key(checkpoint, run.task, run.settings, run.pages), checkpoint, run.task, run.to_json()),
             )
 
     @contextmanager
@@ -67,6 +72,8 @@ class History:
             ) from error
 
 
-def _key(checkpoint: str, task: str, settings: dict[str, Any]) -> str:
-    content = json.dumps([checkpoint, task, settings], sort_keys=True)
+def _key(checkpoint: str, task: str, settings: dict[str, Any], pages: Mapping[str, str]) -> str:
+    """Where the scales were read is no part of it: their digest is."""
+    kept = {name: value for name, value in pages.items() if name != "scales"}
+    content = json.dumps([checkpoint, task, settings, *([kept] if kept else [])], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()

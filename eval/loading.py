@@ -108,7 +108,7 @@ def check_room(needed: Sequence[tuple[str, int]], how: str) -> None:
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of the checkpoint in `folder`; SourceError if it has none, DependencyError without transformers."""
     transformers = _transformers()
-    with _readable(folder):
+    with _readable(f"{folder}, its tokenizer", "Copy the tokenizer's files from the source into it."):
         return transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -116,7 +116,7 @@ def load(folder: Path) -> Loaded:
     """Load the checkpoint in `folder`; SourceError if transformers would misread it, or cannot load it."""
     transformers = _transformers()
     source = check_measurable(folder)
-    with _quiet(), _readable(folder):
+    with _quiet(), _readable(str(folder)):
         config = transformers.AutoConfig.from_pretrained(folder)
         if quantization := source.config.get(KEY):
             for group in quantization["config_groups"].values():
@@ -170,13 +170,14 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def _readable(what: str, hint: str | None = None) -> Iterator[None]:
     """What transformers raises for a checkpoint that it does not understand, as SourceError."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise SourceError(f"{folder}: transformers cannot load it: {type(error).__name__}: {reason}") from error
+        message = f"{what}: transformers cannot load it: {type(error).__name__}: {reason}"
+        raise SourceError(message, hint=hint) from error
 
 
 @contextmanager

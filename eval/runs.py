@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -41,6 +41,8 @@ class TaskRun:
 
     settings  harness and library versions, hash of the task's definition, few-shot, limit, seed, sampling, template
     higher    of each `metric,filter`, whether more is better
+    pages     dtype and KV scales of the model's cache, if it has pages: they are compared as the weights are
+    remarks   what is to be said of the pass that this run was part of
     """
 
     task: str
@@ -48,6 +50,8 @@ class TaskRun:
     higher: dict[str, bool]
     items: tuple[Item, ...]
     seconds: float = 0.0
+    pages: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The run as JSON text."""
@@ -60,7 +64,8 @@ class TaskRun:
         if content.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         items = tuple(Item(**(item | {"faults": tuple(item["faults"])})) for item in content.pop("items"))
-        return cls(items=items, **content)
+        remarks = tuple(content.pop("remarks", ()))
+        return cls(items=items, remarks=remarks, **content)
 
     def judged_by(self, spec: TaskSpec) -> str:
         """The `metric,filter` that `spec` names; UsageError if there is none such, or if it must be told."""

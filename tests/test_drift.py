@@ -164,7 +164,7 @@ def test_each_drift_is_named(
         (Options(scale=ScaleMethod.MINMAX), {("decode", "recipe's rules"), ("decode", f"file {SHARD}")}),
         (Options(mtp=Mtp.DROP), {("decode", "MTP layers"), ("decode", "format of routed_expert (MTP)")}),
     ],
-    ids=str,
+    ids=["group size", "scale", "mtp"],
 )
 def test_another_recipe_is_named(pair: Pair, deployment: Path, options: Options, among: set[tuple[str, str]]) -> None:
     """Other formats, other rules with the same formats, or MTP layers left out; the cache still means the same."""

@@ -5,11 +5,14 @@ Llama 3 (arXiv 2407.21783); `modeling_rope_utils.py` of transformers 5.17.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from quantkit.models.config import RopeConfig
+
+T = TypeVar("T")
 
 
 class Rotation(NamedTuple):
@@ -39,6 +42,11 @@ def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tens
         first, second = x.chunk(2, dim=-1)
     turned = first * cos - second * sin, second * cos + first * sin
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+
+
+def spread_pairs(values: Sequence[T], interleaved: bool) -> list[T]:
+    """The value of each pair for both of its channels, in the order of the channels."""
+    return [value for value in values for _ in range(2)] if interleaved else [*values, *values]
 
 
 def rotate_front(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:

@@ -5,6 +5,9 @@
 A checkpoint and a file give scales by tensor name. Publishers and engines put other words between the attention and the
 scale (`self_attn.k_proj.k_scale`, `self_attn.attn.k_scale`, `self_attn.k_scale`): the layer and the letter decide. MLA
 keeps one row that is key and value, so its scales for both must be equal, and the value's may be left out.
+
+A file may also give the two parts of MLA's row powers of two of their own, `latent_scale` (one, or one for each of
+kv_rank channels) and `rope_scale` (one, or one for each rotated pair). Where it does, they are used, and not `k_scale`.
 """
 
 import hashlib
@@ -16,18 +19,47 @@ from pathlib import Path
 
 from quantkit.errors import CacheError
 from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.models.rope import spread_pairs
 from quantkit.report import Report
 
-_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*([kv])_scale")
+Numbers = float | list[float]  # a list gives the channels of a latent, or the rotated pairs
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*(k|v|latent|rope)_scale")
 _HINT = "Calibrate the scales, give them with --kv-scales FILE, or say --kv-scale 1.0."
+_POWERS = "Give the nearest power of two; k_scale alone may be any number."
 
 
 @dataclass(frozen=True)
 class LayerScales:
-    """What the keys and the values of one layer are divided by."""
+    """What the keys and the values of one layer are divided by.
+
+    latent, rope  powers of two for the parts of MLA's row: one number, or one for each channel as the row has them; both
+                  or neither. Where they are given, they are used instead of `key`
+
+    Raises CacheError for a number that is not positive and finite, and for a part that is no power of two.
+    """
 
     key: float
     value: float
+    latent: tuple[float, ...] = ()
+    rope: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, scale in (("the key's scale", self.key), ("the value's scale", self.value)):
+            _check(name, scale)
+        for name, part in (("the latent's scale", self.latent), ("the rope part's scale", self.rope)):
+            _check_powers(name, part)
+        if bool(self.latent) != bool(self.rope):
+            raise CacheError("one part of the row has a scale of its own, and the other has none", hint="Give both.")
+
+    @property
+    def parts(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """The scales of latent and rope part, if they have some of their own."""
+        return (self.latent, self.rope) if self.latent else None
+
+    @property
+    def is_one(self) -> bool:
+        """Whether nothing is divided."""
+        return {self.key, self.value, *self.latent, *self.rope} == {1.0}
 
 
 @dataclass(frozen=True)
@@ -40,15 +72,16 @@ class KvScales:
     @property
     def digest(self) -> str:
         """The sha256 of the numbers."""
-        text = "\n".join(f"{layer.key.hex()} {layer.value.hex()}" for layer in self.layers)
+        rows = ((layer.key, layer.value, *layer.latent, *layer.rope) for layer in self.layers)
+        text = "\n".join(" ".join(float(number).hex() for number in row) for row in rows)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class KvScaleFile(Report):
-    """What a file of scales holds: by the names that the tensors have in a checkpoint."""
+    """What a file of scales holds: by the names that the tensors have in a checkpoint; lists for parts only."""
 
-    scales: dict[str, float]
+    scales: dict[str, Numbers]
 
 
 def unscaled(layers: int) -> KvScales:
@@ -62,38 +95,51 @@ def uniform_scales(layers: int, scale: float) -> KvScales:
     return KvScales((LayerScales(float(scale), float(scale)),) * layers, f"{scale:g} for all layers, as asked")
 
 
-def read_scale_file(path: Path) -> dict[str, float]:
+def read_scale_file(path: Path) -> dict[str, Numbers]:
     """The scales in a file that `KvScaleFile` wrote, by tensor name. Raises CacheError if it is none."""
     try:
         scales = KvScaleFile.from_json(path.read_text(encoding="utf-8")).scales
-        return {name: float(scale) for name, scale in scales.items()}
+        return {
+            name: list(map(float, scale)) if isinstance(scale, list | tuple) else float(scale)
+            for name, scale in scales.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CacheError(f"{path}: is no file of KV scales: {error}") from error
 
 
-def scales_by_layer(config: ModelConfig, named: Mapping[str, float], source: str) -> KvScales:
+def scales_by_layer(config: ModelConfig, named: Mapping[str, Numbers], source: str) -> KvScales:
     """The scales `named` by tensor, in order of layers; those of MTP layers, which are not run, are passed over.
 
-    Raises CacheError, by name, for a layer without its scales, a scale without a layer, two for one place, one that is
-    not a positive finite number, and for MLA key and value scales that differ.
+    Raises CacheError as `scales_of_layers` does.
     """
-    found: dict[tuple[int, str], tuple[str, float]] = {}
+    found = scales_of_layers(config, named, source)
+    return KvScales(tuple(found[layer] for layer in range(config.layers)), source)
+
+
+def scales_of_layers(config: ModelConfig, named: Mapping[str, Numbers], source: str) -> dict[int, LayerScales]:
+    """The scales `named` by tensor, by layer: all main layers', and those of MTP layers that have some.
+
+    Raises CacheError, by name, for a main layer without its scales, a scale without a layer, two for one place, one that
+    is not a positive finite number, parts that are no powers of two or not as many as the row has channels or pairs,
+    and for MLA key and value scales that differ.
+    """
+    found: dict[int, dict[str, tuple[str, Numbers]]] = {layer: {} for layer in range(config.layers)}
+    mla = config.attention if isinstance(config.attention, MlaConfig) else None
     for name, scale in named.items():
         match = _NAME.fullmatch(name)
         layer = int(match[1]) if match else -1
-        if match is None or layer >= config.layers + config.mtp_layers:
+        if match is None or layer >= config.layers + config.mtp_layers or (mla is None and len(match[2]) > 1):
             raise CacheError(f"{source}: {name} is the scale of no layer's cache, and would not be used")
-        _check(name, scale)
-        known, number = found.setdefault((layer, match[2]), (name, scale))
+        _check_named(name, scale, len(match[2]) > 1)
+        known, number = found.setdefault(layer, {}).setdefault(match[2], (name, scale))
         if number != scale:
-            raise CacheError(f"{source}: {known} is {number:g}, and {name} is {scale:g}")
-    mla = isinstance(config.attention, MlaConfig)
-    layers = tuple(_layer(layer, found, mla, source) for layer in range(config.layers))
-    return KvScales(layers, source)
+            raise CacheError(f"{source}: {known} is {_said(number)}, and {name} is {_said(scale)}")
+    return {layer: _layer(layer, entries, config, source) for layer, entries in sorted(found.items())}
 
 
-def _layer(layer: int, found: Mapping[tuple[int, str], tuple[str, float]], mla: bool, source: str) -> LayerScales:
-    key, value = found.get((layer, "k")), found.get((layer, "v"))
+def _layer(layer: int, found: Mapping[str, tuple[str, Numbers]], config: ModelConfig, source: str) -> LayerScales:
+    mla = config.attention if isinstance(config.attention, MlaConfig) else None
+    key, value = found.get("k"), found.get("v")
     if mla and value is None:
         value = key
     for letter, scale in (("k", key), ("v", value)):
@@ -101,14 +147,53 @@ def _layer(layer: int, found: Mapping[tuple[int, str], tuple[str, float]], mla: 
             raise CacheError(f"{source}: layer {layer} has no {letter}_scale", hint=_HINT)
     assert key is not None
     assert value is not None
+    assert isinstance(key[1], float | int)
+    assert isinstance(value[1], float | int)
     if mla and key[1] != value[1]:
         raise CacheError(
             f"{source}: {key[0]} is {key[1]:g} and {value[0]} is {value[1]:g}, but MLA keeps one row for both",
             hint="Give both the same number, large enough for latent and rope part.",
         )
-    return LayerScales(key[1], value[1])
+    if mla is None or not ("latent" in found or "rope" in found):
+        return LayerScales(key[1], value[1])
+    if len(found.keys() & {"latent", "rope"}) == 1:
+        raise CacheError(f"{source}: layer {layer} has one of latent_scale and rope_scale", hint="Give both or neither.")
+    latent, rope = _part(found["latent"], mla.kv_rank), _part(found["rope"], mla.rope // 2)
+    if len(rope) > 1:
+        rope = tuple(spread_pairs(rope, config.rope.interleaved))
+    return LayerScales(key[1], value[1], latent, rope)
+
+
+def _part(named: tuple[str, Numbers], count: int) -> tuple[float, ...]:
+    """One number for all, or `count` of them."""
+    name, scale = named
+    if not isinstance(scale, list):
+        return (scale,)
+    if len(scale) != count:
+        raise CacheError(f"{name} has {len(scale)} numbers; it must be one, or a list of {count}")
+    return tuple(scale)
+
+
+def _check_named(name: str, scale: Numbers, is_part: bool) -> None:
+    """Whether numbers are such as a name of that kind may have."""
+    if is_part:
+        return _check_powers(name, tuple(scale) if isinstance(scale, list) else (scale,))
+    if isinstance(scale, list):
+        raise CacheError(f"{name} is a list, and only latent_scale and rope_scale may be one")
+    return _check(name, scale)
+
+
+def _check_powers(name: str, scales: tuple[float, ...]) -> None:
+    for scale in scales:
+        _check(name, scale)
+        if math.frexp(scale)[0] != 0.5:
+            raise CacheError(f"{name} has {scale:g}, which is no power of two", hint=_POWERS)
 
 
 def _check(name: str, scale: float) -> None:
     if not (math.isfinite(scale) and scale > 0):
         raise CacheError(f"{name} is {scale}, not a positive finite number", hint=_HINT)
+
+
+def _said(scale: Numbers) -> str:
+    return "a list" if isinstance(scale, list) else f"{scale:g}"
