@@ -90,10 +90,14 @@ def run_settings(
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
     ignored = ("_from_model_config", "transformers_version")
-    return task.settings | dict(backend) | {
-        "chat_template": template,
-        "generation_defaults": {key: value for key, value in defaults.items() if key not in ignored},
-    }
+    return (
+        task.settings
+        | dict(backend)
+        | {
+            "chat_template": template,
+            "generation_defaults": {key: value for key, value in defaults.items() if key not in ignored},
+        }
+    )
 
 
 def run_tasks(
@@ -104,7 +108,7 @@ def run_tasks(
     seed: int,
     pages: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TaskRun]:
-    """Run the tasks in one pass on a model in memory; `settings` are those of `run_settings`, `pages` of the backend."""
+    """Run the tasks in one pass on a model in memory; `settings` are those of `run_settings`, `pages` the backend's."""
     start = time.monotonic()
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -168,9 +172,7 @@ def _settings(task: Any, documents: list[Any], seed: int) -> dict[str, Any]:
     }
 
 
-def _collect(
-    task: HarnessTask, settings: dict[str, Any], samples: list[Any], faults: Faults
-) -> TaskRun:
+def _collect(task: HarnessTask, settings: dict[str, Any], samples: list[Any], faults: Faults) -> TaskRun:
     """The harness lists each item once for each filter."""
     items: dict[int, Item] = {}
     higher: dict[str, bool] = {}

@@ -1,6 +1,6 @@
 """How far a converted model's next-token distributions are from its baseline's, on any text.
 
-Both run in transformers in float32 on the same windows of the text, as `loading` loads them.
+Both run in float32 on the same windows of the text, as a backend loads them.
 
     bits per byte   of the text, by each model: lower is better
     KL divergence   mean over the scored tokens of KL(baseline || candidate), in nats: 0 for the same distributions
@@ -27,7 +27,7 @@ _POSITION_RANGES = 8
 def compare_distributions(
     candidate: str | Path, baseline: str | Path, text: str | Path, *, window: int = 256, max_tokens: int = 16384
 ) -> DistributionReport:
-    """Compare the checkpoints in the folders `candidate` and `baseline` on the text file `text`.
+    """Compare the checkpoints in the folders `candidate` and `baseline` on the text file `text`, in transformers.
 
     window      tokens in one forward pass; windows do not overlap, and the first token of each is not scored
     max_tokens  at most so many tokens from the start of the text are used

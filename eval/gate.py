@@ -3,39 +3,35 @@
 1. Weights        `verify` against the baseline, where both are folders with weights (suite quick)
 2. Distributions  next-token distributions on a text; which tokens each model ranks first is a task like the others
 3. Tasks          through lm-eval; runs that are known already come from the history
-4. Comparability  whatever differs between the two runs but the weights makes the result invalid
+4. Comparability  whatever differs between the two runs but the weights, and the pages of the runtime's cache, makes
+                  the result invalid
 5. Verdict        `compare`
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from quantkit.card import gate_table
-from quantkit.checkpoint.digest import checkpoint_digest
-from quantkit.checkpoint.source import open_source
-from quantkit.checkpoint.weights import Encoding, read_weights
-from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import OutputError, UsageError
-from quantkit.eval import accuracy, runs
+from quantkit.eval import runs
+from quantkit.eval.arms import Answers, Arms
+from quantkit.eval.backends import BACKENDS, BF16_PAGES, HF, Arm, open_backend
 from quantkit.eval.compare import Counts, check_rule, count, decide, merge
 from quantkit.eval.data_folder import data_folder as default_folder
-from quantkit.eval.distribution import compare_loaded, read_text
+from quantkit.eval.distribution import read_text
 from quantkit.eval.history import History
-from quantkit.eval.loading import Loaded, check_measurable, check_memory, load, load_tokenizer, quantizes_activations
 from quantkit.eval.offline import offline_tasks
 from quantkit.eval.task_specs import PUBLISHED, TaskSpec
 from quantkit.eval.text_tasks import continuation_task
 from quantkit.report import AccuracyReport, DistributionReport, Verdict
-from quantkit.verification import verify
+from quantkit.runtime.cache_options import CacheOptions
 
 SUITES = ("published", "offline", "quick")
 REPORT_FILES = ("report.json", "report.md")
 NEXT_TOKEN = "next token"  # the distributions' task
-_QUICK_TOKENS = 4096
+_QUICK_TOKENS, _TOKENS = 4096, 16384
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,8 @@ class Options:
     seed           of few-shot examples and sampling
     chat_template  put prompts into the chat template
     rule, max_drop as `compare.decide`
+    backend        what runs both models: hf or runtime, as `backends` says
+    cache          the candidate's pages and their KV scales, by the runtime; baseline_cache: the baseline's
 
     Raises UsageError for values that mean nothing, before anything runs.
     """
@@ -65,6 +63,9 @@ class Options:
     chat_template: bool = False
     rule: str = "paired"
     max_drop: float = 0.008
+    backend: str = HF
+    cache: CacheOptions = BF16_PAGES
+    baseline_cache: CacheOptions = BF16_PAGES
 
     def __post_init__(self) -> None:
         if self.suite not in (None, *SUITES):
@@ -72,6 +73,10 @@ class Options:
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"limit is {self.limit}; it must be at least 1")
         check_rule(self.rule, self.max_drop)
+        if self.backend not in BACKENDS:
+            raise UsageError(f"there is no backend {self.backend!r}", hint=f"Choose one of: {', '.join(BACKENDS)}.")
+        if self.backend == HF and (self.cache, self.baseline_cache) != (BF16_PAGES, BF16_PAGES):
+            raise UsageError("transformers keeps no pages, so it has no KV options", hint="Add --backend runtime.")
 
 
 def evaluate(
@@ -91,19 +96,18 @@ def evaluate(
 
     Raises a QuantkitError for what cannot be run; a run that cannot be compared is a verdict, `invalid`.
     """
-    folders = Path(candidate), Path(baseline)
-    arms = _Arms(folders[1], folders[0], History(history), tell)
+    backend = open_backend(options.backend)
+    both = Arm("baseline", Path(baseline), options.baseline_cache), Arm("candidate", Path(candidate), options.cache)
+    arms = Arms(*both, backend, History(history), tell)
     text = _text(options)
     specs = [*_suite(options, text, data_folder), *options.tasks]
-    sources = [check_measurable(folder) for folder in folders]
-    check_memory(sources)
-    quantized = [source.name for source in sources if quantizes_activations(source)]
+    notes = backend.check(both)
     broken = arms.verify_weights() if options.suite == "quick" else ()
     distribution = None
     if text is not None:
-        distribution = arms.compare_distributions(text, str(options.text or "sample"), options)
-    answers = arms.run(specs, options) if specs else []
-    notes = [f"{folder} is measured with unquantized activations (input_activations null)" for folder in quantized]
+        tokens = options.max_tokens or (_QUICK_TOKENS if options.suite == "quick" else _TOKENS)
+        distribution = arms.compare_distributions(text, str(options.text or "sample"), options.window, tokens)
+    answers = arms.run(specs, options.limit, options.seed, options.chat_template) if specs else []
     return _judge(arms, options, distribution, answers, broken, notes)
 
 
@@ -137,10 +141,10 @@ def _suite(options: Options, text: str | None, data_folder: Path | None) -> Sequ
 
 
 def _judge(
-    arms: _Arms,
+    arms: Arms,
     options: Options,
     distribution: DistributionReport | None,
-    answers: Sequence[_Answers],
+    answers: Sequence[Answers],
     broken: tuple[str, ...],
     notes: Sequence[str],
 ) -> AccuracyReport:
@@ -155,8 +159,8 @@ def _judge(
         outcome = decide(counts, rule=options.rule, max_drop=options.max_drop)
     verdict = Verdict.FAIL if broken else Verdict.INVALID if outcome is None else outcome.verdict
     return AccuracyReport(
-        candidate=str(arms.candidate),
-        baseline=str(arms.baseline),
+        candidate=str(arms.candidate.folder),
+        baseline=str(arms.baseline.folder),
         candidate_digest=arms.digest(arms.candidate),
         baseline_digest=arms.digest(arms.baseline),
         suite=options.suite or "tasks",
@@ -168,13 +172,14 @@ def _judge(
         pooled=outcome.pooled if outcome else None,
         needed_items=outcome.needed_items if outcome else None,
         distribution=distribution,
-        settings=runs.summarize_settings([answer.baseline for answer in answers]),
+        settings={**arms.backend.settings, **runs.summarize_settings([answer.baseline for answer in answers])},
         seconds=arms.seconds,
-        warnings=(*notes, *warnings),
+        warnings=(*notes, *dict.fromkeys([*arms.remarks, *warnings])),
+        pages={arm.name: pages for arm in (arms.candidate, arms.baseline) if (pages := arms.backend.pages(arm))},
     )
 
 
-def _count(answers: Sequence[_Answers]) -> Iterator[Counts]:
+def _count(answers: Sequence[Answers]) -> Iterator[Counts]:
     """The items of each task; those of a group, such as the 57 subjects of MMLU, count as one task's."""
     groups: dict[str, list[Counts]] = {}
     for answer in answers:
@@ -185,7 +190,7 @@ def _count(answers: Sequence[_Answers]) -> Iterator[Counts]:
         yield merge(name, members[0].metric, members[0].filter, members)
 
 
-def _check(answers: Sequence[_Answers]) -> tuple[list[str], list[str]]:
+def _check(answers: Sequence[Answers]) -> tuple[list[str], list[str]]:
     """What makes the runs invalid, and what is worth a warning."""
     invalid: list[str] = []
     warnings: list[str] = []
@@ -196,5 +201,6 @@ def _check(answers: Sequence[_Answers]) -> tuple[list[str], list[str]]:
             found, tolerated = runs.find_faults(run, arm)
             invalid += found
             gap = runs.find_format_gap(run, judged_by)
-            warnings += tolerated + ([f"{arm}: {gap}"] if gap else [])
+            warnings += [*tolerated, *([f"{arm}: {gap}"] if gap else [])]
+            warnings += [f"{arm}, tasks: {remark}" for remark in run.remarks]
     return invalid, warnings

@@ -1,4 +1,4 @@
-"""Loading checkpoints into transformers as the gate measures them: weights decoded, everything computed in float32.
+"""Loading checkpoints into transformers, the gate's backend `hf`: weights decoded, everything computed in float32.
 
 transformers and compressed-tensors decode, not quantkit, so that quantkit's reading is not what judges its writing.
 What is measured is the weights:
@@ -35,7 +35,7 @@ from quantkit.recipe import Dialect
 
 @dataclass(frozen=True)
 class Loaded:
-    """A causal language model in float32, and its tokenizer."""
+    """A causal language model in float32, of transformers or a `PagedModel`, and its tokenizer."""
 
     model: Any
     tokenizer: Any

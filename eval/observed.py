@@ -1,14 +1,22 @@
-"""lm-eval's transformers model, watched: which prompts and answers were cut, which answers are empty or no numbers."""
+"""lm-eval's model, watched: which prompts and answers were cut, which answers are empty or no numbers.
+
+It is the harness's own for transformers; with pages under it, only what is computed is another's: tokens, cuts and stop
+sequences are the same for both backends.
+"""
 
 import math
 from collections import defaultdict, deque
 from typing import Any
 
+import torch
+
 from quantkit.errors import UsageError
 from quantkit.eval.loading import Loaded
+from quantkit.eval.paged_model import PagedModel
 from quantkit.eval.runs import Fault
 
 Faults = dict[Any, set[Fault]]
+_BATCH = 8  # requests that transformers computes together
 
 
 class _Watch:
@@ -35,11 +43,12 @@ class _Watch:
             self.faults[request[0]].add(Fault.EMPTY)
 
 
-def observe(loaded: Loaded, batch_size: int) -> tuple[Any, Faults]:
+def observe(loaded: Loaded) -> tuple[Any, Faults]:
     """A model for the harness, and the faults of its requests, filled as it runs: see `_Watch`."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
 
+    paged = isinstance(loaded.model, PagedModel)
     watch = _Watch()
 
     class Observed(HFLM):  # type: ignore[misc]
@@ -47,16 +56,14 @@ def observe(loaded: Loaded, batch_size: int) -> tuple[Any, Faults]:
             for request, context, continuation in requests:
                 if len(context) + len(continuation) > self.max_length + 1:
                     watch.faults[request].add(Fault.PROMPT_CUT)
+            if paged:
+                return _score(loaded.model, requests, self.max_length, watch)
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
         def generate_until(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             for request in requests:
                 cap = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
-                if cap >= self.max_length:
-                    raise UsageError(
-                        f"{request.task_name}: answers may have {cap} tokens, which leaves no room for a prompt in the "
-                        f"model's {self.max_length}"
-                    )
+                _check_cap(request.task_name, cap, self.max_length)
                 if len(self.tok_encode(request.args[0])) > self.max_length - cap:
                     watch.faults[request.args[0]].add(Fault.PROMPT_CUT)
             return super().generate_until(requests, *args, **kwargs)
@@ -70,9 +77,40 @@ def observe(loaded: Loaded, batch_size: int) -> tuple[Any, Faults]:
                 watch.generated(not ended and len(row) >= max_length - context.shape[1])
             return output
 
-    model = Observed(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size, device="cpu")
+    both = {"pretrained": loaded.model, "tokenizer": loaded.tokenizer}
+    model = Observed(**both, backend="causal", device="cpu", batch_size=1 if paged else _BATCH)
     model.set_cache_hook(watch)
     return model, watch.faults
+
+
+def _check_cap(task: str, cap: int, max_length: int) -> None:
+    if cap >= max_length:
+        raise UsageError(
+            f"{task}: answers may have {cap} tokens, which leaves no room for a prompt in the model's {max_length}"
+        )
+
+
+def _score(model: PagedModel, requests: Any, max_length: int, watch: _Watch) -> list[tuple[float, bool]]:
+    """The log-likelihood of each (request, context, continuation), in tokens, and whether it is the likeliest one.
+
+    As the harness's own, cut from the left to the model's length; equal inputs are computed once.
+    """
+    asked: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, (_, context, continuation) in enumerate(requests):
+        asked[tuple((context + continuation)[-max_length - 1 : -1])].append(number)
+    counts = [max(len(requests[number][2]) for number in numbers) for numbers in asked.values()]
+    answers: dict[int, tuple[float, bool]] = {}
+    for numbers, logits in zip(asked.values(), model.last_logits(list(asked), counts), strict=True):
+        likelihoods = logits.log_softmax(dim=-1)
+        for number in numbers:
+            request, _, continuation = requests[number]
+            targets = torch.tensor(continuation, device=logits.device)
+            rows = likelihoods[-len(targets) :]
+            likelihood = float(rows.gather(1, targets.unsqueeze(1)).sum())
+            answers[number] = likelihood, bool((rows.argmax(dim=-1) == targets).all())
+            if request is not None:  # of a whole text's parts, which have none
+                watch.add_partial("loglikelihood", request, answers[number])
+    return [answers[number] for number in range(len(requests))]
 
 
 def _end_tokens(loaded: Loaded) -> set[int | None]:

@@ -1,28 +1,33 @@
 """`python -m quantkit.eval.proof MODEL...`: each way to 4 bits from a model, judged by the gate, in one table.
 
 A model in FP8 is compared with its own decoding to BF16, one in BF16 with itself. With --broken the first model's
-default conversion is also broken in several ways, and a second table says which measures noticed.
+default conversion is also broken in several ways, and a second table says which measures noticed. With --pages the
+weights are run as they are stored, on pages of BF16 or of FP8 at scale 1, against the model itself on BF16 pages.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from quantkit.capacity.layouts import KvDtype
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.weights import Encoding, read_weights
 from quantkit.conversion import Options as ConversionOptions
 from quantkit.conversion import convert
 from quantkit.errors import PlanError
 from quantkit.eval import gate
+from quantkit.eval.backends import RUNTIME
 from quantkit.eval.breakage import BREAKAGES, break_checkpoint
 from quantkit.eval.data_folder import data_folder
 from quantkit.eval.offline import offline_tasks
 from quantkit.recipe import ScaleMethod, Scheme
 from quantkit.report import AccuracyReport, Comparison
+from quantkit.runtime.cache_options import CacheOptions
 
 DEFAULT = "INT4 g=32 search"
 CONVERSIONS = {
@@ -34,6 +39,13 @@ CONVERSIONS = {
     "NVFP4 search": ConversionOptions(scheme=Scheme.NVFP4),
     "NVFP4 minmax": ConversionOptions(scheme=Scheme.NVFP4, scale=ScaleMethod.MINMAX),
 }
+PAGES = (
+    (None, KvDtype.FP8),
+    (DEFAULT, KvDtype.BF16),
+    (DEFAULT, KvDtype.FP8),
+    ("NVFP4 search", KvDtype.BF16),
+    ("NVFP4 search", KvDtype.FP8),
+)
 
 
 @dataclass(frozen=True)
@@ -59,28 +71,53 @@ class Bench:
             convert(model, output, "bf16")
         return output
 
-    def judge(self, candidate: Path, baseline: Path) -> AccuracyReport:
-        """The gate's report."""
-        return gate.evaluate(candidate, baseline, self.options, history=self.work / "history.sqlite")
+    def judge(self, candidate: Path, baseline: Path, pages: KvDtype | None = None) -> AccuracyReport:
+        """The gate's report; by the runtime if `pages` say what the candidate's hold."""
+        options = self.options
+        if pages:
+            cache = CacheOptions(pages, 1.0 if pages is KvDtype.FP8 else None)
+            options = replace(options, backend=RUNTIME, cache=cache)
+        return gate.evaluate(candidate, baseline, options, history=self.work / "history.sqlite")
 
 
 def judge_conversions(models: list[Path], names: list[str], bench: Bench) -> Iterator[str]:
     """The first table: a row for each conversion in `names`, a column for each task and for all items together."""
+
+    def judge(model: Path, name: str) -> AccuracyReport:
+        return bench.judge(bench.convert(model, name), bench.baseline(model))
+
+    return _judge_all((model.name, name, partial(judge, model, name)) for model in models for name in names)
+
+
+def judge_pages(models: list[Path], bench: Bench) -> Iterator[str]:
+    """The same columns, a row for each of `PAGES`."""
+
+    def judge(model: Path, name: str | None, pages: KvDtype) -> AccuracyReport:
+        return bench.judge(bench.convert(model, name) if name else model, model, pages)
+
+    return _judge_all(
+        (model.name, f"{name or 'as it is'}, {pages.upper()} pages", partial(judge, model, name, pages))
+        for model in models
+        for name, pages in PAGES
+    )
+
+
+def _judge_all(judged: Iterable[tuple[str, str, Callable[[], AccuracyReport]]]) -> Iterator[str]:
+    """A table of what is judged: the model, how it was changed, and the function that judges it."""
     heading = True
-    for model in models:
-        for name in names:
-            start = time.monotonic()
-            try:
-                report = bench.judge(bench.convert(model, name), bench.baseline(model))
-            except PlanError as error:
-                yield _row(model.name, name, f"not possible: {error}")
-                continue
-            tasks = [*report.tasks, *([report.pooled] if report.pooled else [])]
-            if heading:
-                yield _heading("model", "format", "KL", "top-1", *map(_title, tasks), "verdict", "s")
-            heading = False
-            verdict = f"{report.verdict}", f"{time.monotonic() - start:.0f}"
-            yield _row(model.name, name, *_distribution(report), *map(_difference, tasks), *verdict)
+    for model, how, judge in judged:
+        start = time.monotonic()
+        try:
+            report = judge()
+        except PlanError as error:
+            yield _row(model, how, f"not possible: {error}")
+            continue
+        tasks = [*report.tasks, *([report.pooled] if report.pooled else [])]
+        if heading:
+            yield _heading("model", "format", "KL", "top-1", *map(_title, tasks), "verdict", "s")
+        heading = False
+        verdict = f"{report.verdict}", f"{time.monotonic() - start:.0f}"
+        yield _row(model, how, *_distribution(report), *map(_difference, tasks), *verdict)
 
 
 def judge_breakages(model: Path, bench: Bench) -> Iterator[str]:
@@ -136,6 +173,7 @@ def main() -> None:
         help=f"of {', '.join(CONVERSIONS)} (default all)",
     )
     parser.add_argument("--broken", action="store_true", help="break the first model's conversion, too")
+    parser.add_argument("--pages", action="store_true", help="run weights as they are stored, on BF16 and FP8 pages")
     parser.add_argument("--offline", nargs="*", default=[], help="tasks of the suite offline to run beside quick")
     parser.add_argument("--folder", type=Path, default=Path("build"), help="where to work (default build)")
     parser.add_argument("--limit", type=int, help="at most so many items of each task")
@@ -145,7 +183,8 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="proof-", dir=arguments.folder) as work:
         bench = Bench(Path(work), gate.Options(suite="quick", tasks=tasks, limit=arguments.limit))
-        tables = [judge_conversions(arguments.models, arguments.only, bench)]
+        conversions = partial(judge_conversions, arguments.models, arguments.only)
+        tables = [(partial(judge_pages, arguments.models) if arguments.pages else conversions)(bench)]
         if arguments.broken:
             tables.append(judge_breakages(arguments.models[0], bench))
         for table in tables:

@@ -88,17 +88,17 @@ class TaskRun:
 def find_incomparable(baseline: TaskRun, candidate: TaskRun) -> list[str]:
     """Each thing in which two runs of a task differ though only the weights should; a sentence that names the field."""
     found = []
-    for field in sorted(baseline.settings.keys() | candidate.settings.keys()):
-        ours, theirs = candidate.settings.get(field), baseline.settings.get(field)
+    for name in sorted(baseline.settings.keys() | candidate.settings.keys()):
+        ours, theirs = candidate.settings.get(name), baseline.settings.get(name)
         if ours != theirs:
-            found.append(f"{baseline.task}: {field} is {theirs!r} for the baseline and {ours!r} for the candidate")
+            found.append(f"{baseline.task}: {name} is {theirs!r} for the baseline and {ours!r} for the candidate")
     if len(baseline.items) != len(candidate.items):
         numbers = f"{len(baseline.items)} for the baseline and {len(candidate.items)} for the candidate"
         return [*found, f"{baseline.task}: the number of items is {numbers}"]
-    for field in ("document", "prompt"):
+    for name in ("document", "prompt"):
         pairs = zip(baseline.items, candidate.items, strict=True)
-        if different := sum(getattr(one, field) != getattr(other, field) for one, other in pairs):
-            found.append(f"{baseline.task}: {different} of {len(baseline.items)} items have another {field}")
+        if different := sum(getattr(one, name) != getattr(other, name) for one, other in pairs):
+            found.append(f"{baseline.task}: {different} of {len(baseline.items)} items have another {name}")
     return found
 
 

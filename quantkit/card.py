@@ -96,8 +96,8 @@ def gate_table(report: AccuracyReport) -> str:
             "`lost` and `gained` are the items that only the baseline, or only the candidate, has right; p is of "
             "McNemar's exact test, by Holm over the tasks."
         )
-    if report.distribution:
-        parts.append(_distribution(report.distribution))
+    parts += [_distribution(report.distribution)] if report.distribution else []
+    parts += [_pages(report.pages)] if report.pages else []
     parts += [f"Note: {warning}." for warning in report.warnings]
     return "\n\n".join(parts)
 
@@ -257,12 +257,17 @@ def _verdict(report: AccuracyReport) -> str:
 
 
 def _distribution(report: DistributionReport) -> str:
-    before, after = report.baseline_bits_per_byte, report.candidate_bits_per_byte
     return (
         f"On {report.scored_tokens:,} tokens of `{_shown(report.text)}`: KL divergence {report.kl_divergence:.5f} nats "
         f"per token, the same first token {report.top1_agreement:.2%}, flips {report.flips:.2%}, bits per byte "
-        f"{before:.4f} before and {after:.4f} after."
+        f"{report.baseline_bits_per_byte:.4f} before and {report.candidate_bits_per_byte:.4f} after."
     )
+
+
+def _pages(pages: Mapping[str, Mapping[str, str]]) -> str:
+    kept = {arm: ", ".join(f"{key} `{_shown(value)}`" for key, value in each.items()) for arm, each in pages.items()}
+    arms = "; ".join(f"{arm}: {what}" for arm, what in kept.items())
+    return f"Run by quantkit's paged runtime in float32, on weights as they are stored, and pages of {arms}."
 
 
 # --- text

@@ -75,6 +75,7 @@ class Manifest(Report):
     total_bytes     of all tensors, as the index's `total_size`; file_bytes: of all shards, headers included
     nvfp4_groups    whose scales were clamped at the largest or raised to the smallest, or whose codes are all zero
     rounded_scales  global scales of another dialect that are no powers of two: their reciprocals are rounded
+    fold, kv_scales scales of an FP8 cache that were folded into the weights, or embedded as tensors, by their names
     """
 
     version: str
@@ -89,6 +90,8 @@ class Manifest(Report):
     warnings: tuple[str, ...] = ()
     nvfp4_groups: dict[str, int] = field(default_factory=dict)
     rounded_scales: tuple[str, ...] = ()
+    fold: dict[str, Any] | None = None
+    kv_scales: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,8 @@ class Inspection(Report):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked: `problems` in all, the first few of them in words; None problems is a skipped check.
-
-    note  what was covered, or why the check was skipped
-    """
+    """One thing that was checked: `problems` in all, the first few in words (None: it was skipped), and what it covered
+    or why it was skipped."""
 
     name: str
     problems: int | None
@@ -149,10 +150,8 @@ class Check:
 
 @dataclass(frozen=True)
 class TensorError:
-    """How far a weight is from its source: root mean square of the difference over that of the source, and in dB.
-
-    sqnr_db  signal to quantization noise; None for no error at all
-    """
+    """How far a weight is from its source: root mean square of the difference over that of the source, and signal to
+    quantization noise, None for no error at all."""
 
     name: str
     role: str
@@ -272,14 +271,13 @@ class AccuracyReport(Report):
     """The accuracy gate's verdict on a candidate, with its evidence.
 
     candidate, baseline    names; their digests stand for all bytes of the checkpoints
-    rule                   `paired` or `point`
-    max_drop               as a share: 0.008 is 0.8 points
-    reasons                in words, what decided
+    rule, max_drop         `paired` or `point`, and the margin as a share: 0.008 is 0.8 points
+    reasons, needed_items  in words, what decided; for `cannot decide`: about so many items in all would decide
     tasks, pooled          the comparisons, and that of all items together; none for an invalid run
-    needed_items           for `cannot decide`: about so many items in all would decide
     distribution           next-token distributions on a text, when they were compared
-    settings               what both runs share: harness and library versions, seed, limit, few-shot, filters, sampling
+    settings               what both runs share: backend, versions of harness and libraries, seed, few-shot, sampling
     seconds                wall time of each stage; 0 where a result came from the cache
+    pages                  of `candidate` and `baseline` by the runtime: `kv`, and of FP8 `scales` and `scales_digest`
     """
 
     candidate: str
@@ -298,3 +296,4 @@ class AccuracyReport(Report):
     settings: dict[str, Any]
     seconds: dict[str, float]
     warnings: tuple[str, ...] = ()
+    pages: dict[str, dict[str, str]] = field(default_factory=dict)

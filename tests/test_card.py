@@ -268,6 +268,16 @@ def test_gate_table_has_all_numbers() -> None:
     assert "94.98%" in text
 
 
+def test_gate_table_says_what_the_pages_held() -> None:
+    """A run by quantkit's own runtime says so, with each arm's pages, and where their scales are from, not the path."""
+    scales = {"kv": "fp8", "scales": "/home/me/scales.json", "scales_digest": "5ca1e"}
+    text = gate_table(replace(GATE, pages={"candidate": scales, "baseline": {"kv": "bf16"}}))
+
+    assert "candidate: kv `fp8`, scales `scales.json`, scales_digest `5ca1e`; baseline: kv `bf16`." in text
+    assert "paged runtime" in text
+    assert "paged runtime" not in gate_table(GATE)
+
+
 def test_gate_table_of_an_invalid_run() -> None:
     """Without comparisons the verdict and its reasons remain, and no number is made up."""
     invalid = replace(GATE, verdict=Verdict.INVALID, tasks=(), pooled=None, distribution=None, reasons=("7 errors",))
@@ -292,7 +302,14 @@ def test_cell_cannot_break_the_table() -> None:
     assert "a&#124;b" in gate_table(replace(GATE, tasks=(replace(TASK, task="a|b"),)))
 
 
-@pytest.mark.parametrize("report", [GATE, replace(GATE, tasks=(), pooled=None, distribution=None, needed_items=3)])
+@pytest.mark.parametrize(
+    "report",
+    [
+        GATE,
+        replace(GATE, tasks=(), pooled=None, distribution=None, needed_items=3),
+        replace(GATE, pages={"candidate": {"kv": "fp8"}}),
+    ],
+)
 def test_gate_result_survives_its_file(report: AccuracyReport) -> None:
     """An accuracy report comes back from its JSON as it was."""
     assert AccuracyReport.from_json(report.to_json()) == report

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from quantkit.capacity.layouts import KvDtype
 from quantkit.cli import main
 from quantkit.eval import gate
 from quantkit.eval.compare import Counts, decide
 from quantkit.eval.task_specs import TaskSpec
 from quantkit.report import AccuracyReport, DistributionReport, PositionRange, Verdict
+from quantkit.runtime.cache_options import CacheOptions
 
 COUNTS = {
     Verdict.PASS: [
@@ -174,6 +176,15 @@ def test_distributions_are_shown(run: Eval) -> None:
     assert stdout.index("KL divergence") < stdout.index("arc_easy")
 
 
+def test_pages_are_shown(run: Eval) -> None:
+    """What the runtime's pages held stands beside the verdict: two arms may be the same checkpoint."""
+    run.report = make_report(Verdict.PASS, pages={"candidate": {"kv": "fp8"}, "baseline": {"kv": "bf16"}})
+
+    _, stdout, _ = run("INT4", "--baseline", "BF16")
+
+    assert "margin 0.8 points, candidate on FP8 pages, baseline on BF16 pages)" in stdout
+
+
 def test_warnings_are_talk(run: Eval) -> None:
     """A warning stands on stderr; the tables do not have it."""
     run.report = make_report(Verdict.PASS, warnings=(NOTE,))
@@ -222,6 +233,24 @@ def test_options_reach_the_gate(run: Eval, tmp_path: Path) -> None:
         rule="point",
         max_drop=0.005,
     )
+
+
+def test_pages_reach_the_gate(run: Eval) -> None:
+    """The runtime's pages and KV scales go to the arm that they are for; without them both have BF16 pages."""
+    for options in (
+        "--kv fp8 --kv-scale 0.5",
+        "--baseline-kv fp8 --baseline-kv-scales scales.json",
+        "--kv fp8 --kv-scales mine.json --baseline-kv fp8 --baseline-kv-scale 2",
+    ):
+        run("INT4", "--baseline", "FP8", "--backend", "runtime", *options.split())
+
+    asked = [call["options"] for call in run.calls]
+    assert {options.backend for options in asked} == {"runtime"}
+    assert [(options.cache, options.baseline_cache) for options in asked] == [
+        (CacheOptions(KvDtype.FP8, 0.5), CacheOptions()),
+        (CacheOptions(), CacheOptions(KvDtype.FP8, None, Path("scales.json"))),
+        (CacheOptions(KvDtype.FP8, None, Path("mine.json")), CacheOptions(KvDtype.FP8, 2.0)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +303,8 @@ def test_history_is_where_data_are(run: Eval, tmp_path: Path, options: str, hist
         ("--baseline BF16", "a candidate and a baseline are needed"),
         ("INT4 --baseline BF16 --suite all", "there is no suite 'all'"),
         ("INT4 --baseline BF16 --backend vllm", "there is no backend 'vllm'"),
+        ("INT4 --baseline BF16 --kv fp8 --kv-scale 1.0", "transformers keeps no pages"),
+        ("INT4 --baseline BF16 --baseline-kv fp8", "transformers keeps no pages"),
         ("INT4 --baseline BF16 --rule strict", "there is no rule 'strict'"),
         ("INT4 --baseline BF16 --max-drop 0", "max_drop is 0.0"),
         ("INT4 --baseline BF16 --tasks arc_easy:", "--tasks arc_easy:: not a task"),
@@ -292,20 +323,26 @@ def test_what_means_nothing_is_exit_code_2(run: Eval, line: str, words: str) -> 
 # --- without stand-ins
 
 
+@pytest.mark.parametrize("backend", ["", "--backend runtime --kv fp8 --kv-scale 1.0"], ids=["hf", "runtime"])
 @pytest.mark.usefixtures("harness", "one_thread")
 def test_a_run_prints_one_object_and_nothing_else(
-    run: Eval, monkeypatch: pytest.MonkeyPatch, llama_folder: Path, make_llama: Callable[..., Path]
+    run: Eval, monkeypatch: pytest.MonkeyPatch, llama_folder: Path, make_llama: Callable[..., Path], backend: str
 ) -> None:
     """Models, tasks and the harness at work leave stdout to the report, and stderr to the verdict."""
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    code, stdout, stderr = run(make_llama(1), "--baseline", llama_folder, "--suite", "quick", *SIZES, "--json")
+    arguments = make_llama(1), "--baseline", llama_folder, "--suite", "quick", *SIZES, *backend.split()
+    code, stdout, stderr = run(*arguments, "--json")
 
     report = AccuracyReport.from_json(stdout)
     assert code == EXIT_CODES[report.verdict]
     assert stderr == f"error: {report.candidate}: {report.verdict}\n"
     assert [task.task for task in report.tasks] == ["next token", "quantkit_continuation"]
+    assert report.settings["backend"] == ("runtime" if backend else "hf")
+    assert {arm: pages["kv"] for arm, pages in report.pages.items()} == (
+        {"candidate": "fp8", "baseline": "bf16"} if backend else {}
+    )
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quantkit.errors import UsageError
-from quantkit.eval import gate
+from quantkit.eval import loading
 from quantkit.eval.gate import Options, evaluate
 from quantkit.eval.loading import Loaded
 from quantkit.eval.task_specs import TaskSpec
@@ -83,7 +83,7 @@ def test_chat_template_of_no_arm_is_refused(make_llama: Callable[..., Path], mak
 
 def let_answer(monkeypatch: pytest.MonkeyPatch, models: dict[Path, Loaded]) -> None:
     """The models in these folders are these ones."""
-    monkeypatch.setattr(gate, "load", models.__getitem__)
+    monkeypatch.setattr(loading, "load", models.__getitem__)
 
 
 def test_cut_answers_are_no_drop(
@@ -91,7 +91,7 @@ def test_cut_answers_are_no_drop(
 ) -> None:
     """A candidate that thinks for 300 tokens before its answer, of 256 allowed, is no worse, but measured wrongly."""
     folders = make_llama(0, length=1024), make_llama(1, length=1024)
-    baseline, candidate = (gate.load(folder) for folder in folders)
+    baseline, candidate = (loading.load(folder) for folder in folders)
     answer = baseline.tokenizer("answer 0\n")["input_ids"]
     let_answer(
         monkeypatch,

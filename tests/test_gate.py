@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import OutputError, SourceError, UsageError
-from quantkit.eval import accuracy, gate
+from quantkit.eval import accuracy, loading
 from quantkit.eval.gate import Options, evaluate, write_report
 from quantkit.eval.task_specs import TaskSpec
 from quantkit.report import AccuracyReport, Verdict
@@ -198,7 +198,7 @@ def test_nothing_is_run_twice(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model is needed")
 
-    monkeypatch.setattr(gate, "load", refuse)
+    monkeypatch.setattr(loading, "load", refuse)
     monkeypatch.setattr(accuracy, "run_tasks", refuse)
     again = judge(other_llama_folder, llama_folder, make_task(), history=tmp_path / "history")
 

@@ -75,6 +75,19 @@ def test_other_settings_are_another_key(history: History, changes: dict[str, Any
     assert history.find("digest", "arc_easy", SETTINGS) == RUN
 
 
+def test_other_pages_are_another_key(history: History) -> None:
+    """A run on pages of another dtype, or with other KV scales, is not this one, wherever the scales are from."""
+    pages = {"kv": "fp8", "scales": "a file", "scales_digest": "1f3a"}
+    other = replace(RUN, items=ITEMS[:1], pages=pages, remarks=("7 values were clamped",))
+
+    assert history.find("digest", "arc_easy", SETTINGS, pages) is None
+    history.keep("digest", other)
+    assert history.find("digest", "arc_easy", SETTINGS, pages | {"scales": "another file"}) == other
+    assert history.find("digest", "arc_easy", SETTINGS, pages | {"scales_digest": "77d0"}) is None
+    assert history.find("digest", "arc_easy", SETTINGS, {"kv": "bf16"}) is None
+    assert history.find("digest", "arc_easy", SETTINGS) == RUN
+
+
 def test_a_later_run_takes_the_place(history: History) -> None:
     """Keeping a run of the same key again leaves the later one."""
     history.keep("digest", replace(RUN, seconds=9.0))

@@ -210,12 +210,13 @@ def test_unknown_architecture_is_refused(copied: Path) -> None:
 
 
 def test_missing_tokenizer_is_refused(copied: Path) -> None:
-    """A checkpoint without a tokenizer is an error that names its folder."""
+    """A checkpoint without a tokenizer is an error that names its folder, and where to get one."""
     for path in copied.glob("tokenizer*"):
         path.unlink()
 
-    with pytest.raises(SourceError, match=f"{copied}: transformers cannot load it"):
+    with pytest.raises(SourceError, match=f"{copied}, its tokenizer: transformers cannot load it") as caught:
         load_tokenizer(copied)
+    assert "tokenizer's files from the source" in str(caught.value.hint)
 
 
 def test_loading_prints_nothing(llama_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

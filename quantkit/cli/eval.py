@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.capacity.layouts import KvDtype
 from quantkit.cli.options import Json
 from quantkit.errors import CheckFailed, NotComparable, Undecided, UsageError
 
@@ -27,7 +28,15 @@ Output = Annotated[Path | None, typer.Option("--output", help="A folder for repo
 HistoryFile = Annotated[Path | None, typer.Option("--history", help="The SQLite file of earlier results.")]
 NoHistory = Annotated[bool, typer.Option("--no-history", help="Neither use nor keep results.")]
 Prepare = Annotated[str | None, typer.Option("--prepare", help="Lay a suite's data ready and leave: offline.")]
-Backend = Annotated[str, typer.Option("--backend", help="What runs the models: hf (transformers, float32).")]
+Backend = Annotated[
+    str, typer.Option("--backend", help="hf (transformers), or runtime: quantkit's own, on weights as they are stored.")
+]
+Kv = Annotated[KvDtype, typer.Option("--kv", help="What the pages of the candidate's cache hold, by the runtime.")]
+KvScale = Annotated[float | None, typer.Option("--kv-scale", help="One scale for all layers of FP8 pages.")]
+KvScales = Annotated[Path | None, typer.Option("--kv-scales", help="The file of the FP8 pages' scales.")]
+BaselineKv = Annotated[KvDtype, typer.Option("--baseline-kv", help="The same for the baseline.")]
+BaselineKvScale = Annotated[float | None, typer.Option("--baseline-kv-scale", help="The same for the baseline.")]
+BaselineKvScales = Annotated[Path | None, typer.Option("--baseline-kv-scales", help="The same for the baseline.")]
 
 
 def evaluate(
@@ -44,6 +53,12 @@ def evaluate(
     seed: Seed = 0,
     chat_template: Template = False,
     backend: Backend = "hf",
+    kv: Kv = KvDtype.BF16,
+    kv_scale: KvScale = None,
+    kv_scales: KvScales = None,
+    baseline_kv: BaselineKv = KvDtype.BF16,
+    baseline_kv_scale: BaselineKvScale = None,
+    baseline_kv_scales: BaselineKvScales = None,
     output: Output = None,
     history: HistoryFile = None,
     no_history: NoHistory = False,
@@ -60,24 +75,27 @@ def evaluate(
 
     quantkit eval ./INT4 --baseline ./BF16 --tasks arc_easy:acc_norm --limit 300
 
+    quantkit eval ./INT4 --baseline ./FP8 --backend runtime --kv fp8 --kv-scale 1.0
+
     quantkit eval --prepare offline
     """
     if prepare is not None:
         return _prepare(prepare, as_json)
     if candidate is None or baseline is None:
         raise UsageError("a candidate and a baseline are needed", hint="quantkit eval CANDIDATE --baseline BASE.")
-    if backend != "hf":
-        raise UsageError(f"there is no backend {backend!r}", hint="Choose hf.")
     from quantkit import console
     from quantkit.eval import data_folder, gate
     from quantkit.eval import history as known
     from quantkit.eval.task_specs import TaskSpec
+    from quantkit.runtime.cache_options import CacheOptions
 
     data = data_folder.data_folder()
     options = gate.Options(
         suite or (None if tasks or text else "quick"),
         tuple(TaskSpec.parse(task) for task in tasks or ()),
-        *(text, window, max_tokens, limit, seed, chat_template, rule, max_drop / 100),
+        *(text, window, max_tokens, limit, seed, chat_template, rule, max_drop / 100, backend),
+        CacheOptions(kv, kv_scale, kv_scales),
+        CacheOptions(baseline_kv, baseline_kv_scale, baseline_kv_scales),
     )
     kept = None if no_history else history or data / known.FILE
     report = gate.evaluate(candidate, baseline, options, history=kept, data_folder=data, tell=console.tell)

@@ -1,42 +1,32 @@
 """`quantkit generate`: text from a checkpoint, all prompts as one batch through the engine."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import Protocol
 
 from quantkit.capacity.layouts import KvDtype
 from quantkit.errors import RequestError, UsageError
-from quantkit.models.decoder import Decoder
 from quantkit.models.loading import load
 from quantkit.report import Report
+from quantkit.runtime.cache_options import CacheOptions as CacheOptions
+from quantkit.runtime.cache_options import cache_scales as cache_scales
+from quantkit.runtime.cache_options import open_cache
 from quantkit.runtime.engine import Engine, EngineOptions
-from quantkit.runtime.pages import FP8, PagePool, cache_spec, open_pool
-from quantkit.runtime.requests import Counters, Event
+from quantkit.runtime.handoff.coordinator import Coordinator, CoordinatorOptions
+from quantkit.runtime.handoff.counters import HandoffReport
+from quantkit.runtime.handoff.terms import Identity
+from quantkit.runtime.handoff.worker import Role, WorkerSettings
+from quantkit.runtime.integrity.counters import IntegrityReport
+from quantkit.runtime.pages import CacheSpec
+from quantkit.runtime.requests import Completion, Event
 from quantkit.runtime.sampling import GREEDY, Sampling
-from quantkit.runtime.scales import KvScales, LayerScales, read_scale_file, scales_by_layer, uniform_scales, unscaled
+from quantkit.runtime.scales import LayerScales
 from quantkit.runtime.tokenizer import TextStream, Tokenizer, stop_tokens
 
 OnText = Callable[[int, str], None]
-
-
-@dataclass(frozen=True)
-class CacheOptions:
-    """The pool.
-
-    scale       of all layers of an FP8 cache
-    scale_file  the file of an FP8 cache's scales
-    memory      bytes of all pages
-    page_size   tokens of a page
-    """
-
-    kv: KvDtype = KvDtype.BF16
-    scale: float | None = None
-    scale_file: Path | None = None
-    memory: int = 2 << 30
-    page_size: int = 64
 
 
 @dataclass(frozen=True)
@@ -45,6 +35,22 @@ class Prompt:
 
     text: str | None = None
     tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Prompts are computed in processes of their own, with another checkpoint of the same model.
+
+    checkpoint        its folder
+    kv                what its pages hold
+    prefill, decode   what that checkpoint is, and the one that generates
+    """
+
+    checkpoint: Path
+    kv: KvDtype
+    prefill: Identity
+    decode: Identity
+    workers: CoordinatorOptions
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ class GenerationReport(Report):
     kv_scale_source   where the scales of an FP8 cache are from
     kv_scales         the scales used, one entry for each layer of an FP8 cache
     saturated, nan    values written to the cache that were beyond E4M3's range, and that were no numbers
-    counters          what the engine did
+    counters          what the engine did; empty where workers have engines of their own
+    integrity         what was checked before pages were read, and found; None if nothing was, or by other processes
+    handoff           what prefill and decode workers did together; None without them
     """
 
     checkpoint: str
@@ -86,6 +94,32 @@ class GenerationReport(Report):
     completions: tuple[Generated, ...]
     counters: dict[str, int]
     warnings: tuple[str, ...]
+    integrity: IntegrityReport | None = None
+    handoff: HandoffReport | None = None
+
+
+class _Server(Protocol):
+    """What an engine and a coordinator have in common."""
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Iterable[int]) -> int: ...
+
+    def run(self, on_event: Callable[[Event], None]) -> None: ...
+
+    def take(self, number: int) -> Completion: ...
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """How the cache was kept, and what was counted."""
+
+    spec: CacheSpec
+    num_pages: int
+    has_scales: bool
+    saturated: int
+    nan: int
+    counters: dict[str, int]
+    integrity: IntegrityReport | None = None
+    handoff: HandoffReport | None = None
 
 
 def generate(
@@ -96,55 +130,35 @@ def generate(
     cache: CacheOptions | None = None,
     sampling: Sampling = GREEDY,
     engine: EngineOptions | None = None,
+    apart: Apart | None = None,
     chat: bool = False,
     on_text: OnText = lambda number, text: None,
 ) -> GenerationReport:
     """Go on from `prompts` with the checkpoint in a folder.
 
+    apart    who computes the prompts, if not this process
     chat     put texts into the checkpoint's chat template, as a user's message
     on_text  is told each piece of text when it comes, with the prompt's number
 
     Raises SourceError for a checkpoint that cannot be run, CacheError for missing or unsound KV scales, UsageError for
-    options that do not go together. A prompt that can never fit is reported as refused, and the others go on.
+    options that do not go together, HandoffError for two checkpoints that do not. A prompt that can never fit is
+    reported as refused, and the others go on.
     """
-    folder, cache = Path(checkpoint), cache or CacheOptions()
+    folder, cache, engine = Path(checkpoint), cache or CacheOptions(), engine or EngineOptions()
     tokenizer = Tokenizer(folder) if any(prompt.text is not None for prompt in prompts) else None
-    decoder = load(folder)
-    scales = cache_scales(decoder, cache)
-    dtype = FP8 if cache.kv is KvDtype.FP8 else torch.bfloat16
-    pool = open_pool(cache_spec(decoder.config, dtype, cache.page_size, scales, str(folder.resolve())), cache.memory)
-    runner = Engine(decoder, pool, engine)
-    asked = [_submit(runner, prompt, tokenizer, max_new_tokens, sampling, folder, chat) for prompt in prompts]
-    streams = {one.number: TextStream(tokenizer) for one in asked if tokenizer and one.prompt.text is not None}
-    places = {one.number: place for place, one in enumerate(asked)}
+    opened = _open_workers(folder, cache, engine, apart) if apart else _open_engine(folder, cache, engine)
+    with opened as (server, kept):
+        asked = [_submit(server, prompt, tokenizer, max_new_tokens, sampling, folder, chat) for prompt in prompts]
+        streams = {one.number: TextStream(tokenizer) for one in asked if tokenizer and one.prompt.text is not None}
+        places = {one.number: place for place, one in enumerate(asked)}
 
-    def tell(event: Event) -> None:
-        if event.token is not None and event.request in streams:
-            on_text(places[event.request], streams[event.request].push(event.token, last=event.finish is not None))
+        def tell(event: Event) -> None:
+            if event.token is not None and event.request in streams:
+                on_text(places[event.request], streams[event.request].push(event.token, last=event.finish is not None))
 
-    runner.run(tell)
-    completions = tuple(_generated(runner, one, tokenizer) for one in asked)
-    return _report(str(checkpoint), cache, pool, completions, runner.counters, bool(decoder.kv_scales))
-
-
-def cache_scales(decoder: Decoder, options: CacheOptions) -> KvScales:
-    """The scales of a cache: of the checkpoint, a file, or one number; exactly one of them. BF16 pages have none."""
-    layers = decoder.config.layers
-    given = [option for option in (options.scale, options.scale_file) if option is not None]
-    if options.kv is not KvDtype.FP8:
-        if given:
-            raise UsageError("KV scales are for an FP8 cache", hint="Add --kv fp8.")
-        return unscaled(layers)
-    if len(given) + bool(decoder.kv_scales) > 1:
-        raise UsageError(
-            "the KV scales are given twice: by the checkpoint, --kv-scale or --kv-scales",
-            hint="Give them once; a checkpoint's are always used.",
-        )
-    if options.scale is not None:
-        return uniform_scales(layers, options.scale)
-    if options.scale_file:
-        return scales_by_layer(decoder.config, read_scale_file(options.scale_file), str(options.scale_file))
-    return scales_by_layer(decoder.config, decoder.kv_scales, "the checkpoint")
+        server.run(tell)
+        completions = tuple(_generated(server, one, tokenizer) for one in asked)
+        return _report(str(checkpoint), cache, kept(), completions)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -179,7 +193,7 @@ class _Asked:
 
 
 def _submit(
-    engine: Engine,
+    server: _Server,
     prompt: Prompt,
     tokenizer: Tokenizer | None,
     max_new_tokens: int,
@@ -192,15 +206,15 @@ def _submit(
         assert tokenizer is not None
         tokens = tuple((tokenizer.encode_chat if chat else tokenizer.encode)(prompt.text))
     try:
-        return _Asked(prompt, tokens, engine.submit(tokens, max_new_tokens, sampling, stop_tokens(folder)), None)
+        return _Asked(prompt, tokens, server.submit(tokens, max_new_tokens, sampling, stop_tokens(folder)), None)
     except RequestError as error:
         return _Asked(prompt, tokens, None, error)
 
 
-def _generated(engine: Engine, asked: _Asked, tokenizer: Tokenizer | None) -> Generated:
+def _generated(server: _Server, asked: _Asked, tokenizer: Tokenizer | None) -> Generated:
     if asked.number is None:
         return Generated(asked.prompt, len(asked.tokens), None, (), "refused", str(asked.error))
-    done = engine.take(asked.number)
+    done = server.take(asked.number)
     text = None
     if asked.prompt.text is not None:
         assert tokenizer is not None
@@ -209,34 +223,66 @@ def _generated(engine: Engine, asked: _Asked, tokenizer: Tokenizer | None) -> Ge
     return Generated(asked.prompt, len(asked.tokens), text, done.tokens, done.finish, error)
 
 
-def _report(
-    checkpoint: str,
-    cache: CacheOptions,
-    pool: PagePool,
-    completions: tuple[Generated, ...],
-    counters: Counters,
-    has_scales: bool,
-) -> GenerationReport:
-    saturated, nan, _ = pool.counts.tolist()
+@contextmanager
+def _open_engine(
+    folder: Path, cache: CacheOptions, options: EngineOptions
+) -> Iterator[tuple[_Server, Callable[[], _Kept]]]:
+    """An engine in this process, and what says how its cache was kept."""
+    decoder = load(folder)
+    pool = open_cache(decoder, cache, str(folder.resolve()))
+    engine = Engine(decoder, pool, options)
+
+    def kept() -> _Kept:
+        saturated, nan, _ = pool.counts.tolist()
+        checked = engine.tracker.report if engine.tracker else None
+        known = pool.spec, pool.num_pages, bool(decoder.kv_scales)
+        return _Kept(*known, saturated, nan, asdict(engine.counters), checked)
+
+    yield engine, kept
+
+
+@contextmanager
+def _open_workers(
+    folder: Path, cache: CacheOptions, options: EngineOptions, apart: Apart
+) -> Iterator[tuple[_Server, Callable[[], _Kept]]]:
+    """Workers of both kinds; scales are for FP8 pages, whoever has them."""
+    theirs = replace(cache, kv=apart.kv)
+    if apart.kv is not KvDtype.FP8:
+        theirs = replace(theirs, scale=None, scale_file=None)
+    prefill = WorkerSettings(Role.PREFILL, apart.checkpoint, apart.prefill, theirs, options)
+    decode = WorkerSettings(Role.DECODE, folder, apart.decode, cache, options)
+    with Coordinator(prefill, decode, apart.workers) as coordinator:
+
+        def kept() -> _Kept:
+            done, ready = coordinator.report(), coordinator.decode
+            known = ready.spec, ready.num_pages, ready.has_scales
+            return _Kept(*known, done.saturated, done.nan, {}, handoff=done)
+
+        yield coordinator, kept
+
+
+def _report(checkpoint: str, cache: CacheOptions, kept: _Kept, completions: tuple[Generated, ...]) -> GenerationReport:
     scaled = cache.kv is KvDtype.FP8
     warnings = []
-    if saturated:
-        warnings.append(f"{saturated:,} values were beyond what FP8 holds with these KV scales, and were clamped")
-    if nan:
-        warnings.append(f"{nan:,} values written to the KV cache are not numbers")
-    if has_scales and not scaled:
+    if kept.saturated:
+        warnings.append(f"{kept.saturated:,} values were beyond what FP8 holds with these KV scales, and were clamped")
+    if kept.nan:
+        warnings.append(f"{kept.nan:,} values written to the KV cache are not numbers")
+    if kept.has_scales and not scaled:
         warnings.append("the checkpoint's KV scales are not used: BF16 pages need none")
     return GenerationReport(
         checkpoint=checkpoint,
         kv=cache.kv,
         page_size=cache.page_size,
-        pages=pool.num_pages,
-        pool_tokens=pool.num_tokens,
-        kv_scale_source=pool.spec.scales.source,
-        kv_scales=pool.spec.scales.layers if scaled else (),
-        saturated=saturated,
-        nan=nan,
+        pages=kept.num_pages,
+        pool_tokens=kept.num_pages * cache.page_size,
+        kv_scale_source=kept.spec.scales.source,
+        kv_scales=kept.spec.scales.layers if scaled else (),
+        saturated=kept.saturated,
+        nan=kept.nan,
         completions=completions,
-        counters=asdict(counters),
+        counters=kept.counters,
         warnings=tuple(warnings),
+        integrity=kept.integrity,
+        handoff=kept.handoff,
     )

@@ -52,14 +52,14 @@ class LayerScales:
             raise CacheError("one part of the row has a scale of its own, and the other has none", hint="Give both.")
 
     @property
-    def parts(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """The scales of latent and rope part, if they have some of their own."""
-        return (self.latent, self.rope) if self.latent else None
+    def row(self) -> float:
+        """What MLA's row is divided by when it is written; its parts were divided before, if they have scales."""
+        return 1.0 if self.latent else self.key
 
     @property
     def is_one(self) -> bool:
         """Whether nothing is divided."""
-        return {self.key, self.value, *self.latent, *self.rope} == {1.0}
+        return set((*self.latent, *self.rope) or (self.key, self.value)) == {1.0}
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,12 @@ def _layer(layer: int, found: Mapping[str, tuple[str, Numbers]], config: ModelCo
     if mla is None or not ("latent" in found or "rope" in found):
         return LayerScales(key[1], value[1])
     if len(found.keys() & {"latent", "rope"}) == 1:
-        raise CacheError(f"{source}: layer {layer} has one of latent_scale and rope_scale", hint="Give both or neither.")
+        raise CacheError(
+            f"{source}: layer {layer} has one of latent_scale and rope_scale", hint="Give both or neither."
+        )
     latent, rope = _part(found["latent"], mla.kv_rank), _part(found["rope"], mla.rope // 2)
     if len(rope) > 1:
-        rope = tuple(spread_pairs(rope, config.rope.interleaved))
+        rope = spread_pairs(rope, config.rope.interleaved)
     return LayerScales(key[1], value[1], latent, rope)
 
 
