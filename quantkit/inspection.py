@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 
-from quantkit.checkpoint.config import KEY
 from quantkit.checkpoint.locate import describe_model
 from quantkit.checkpoint.weights import Weight, read_weights
 from quantkit.report import Holding, Inspection, LayerGroup
@@ -15,7 +14,6 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
     """Describe the checkpoint `model`: a folder, an alias or a Hub repository id (from its config alone)."""
     source = describe_model(model, revision)
     weights = read_weights(source)
-    quantization = source.config.get(KEY) or {}
     return Inspection(
         checkpoint=source.name,
         model_type=source.model_type,
@@ -23,7 +21,7 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
         num_tensors=len(source.tensors),
         parameters=_parameters(weights),
         total_bytes=source.nbytes,
-        quantization=quantization.get("quant_method"),
+        quantization=source.quantization_config.get("quant_method"),
         holdings=tuple(_holdings(weights, source.num_hidden_layers)),
         layers=tuple(_layer_groups(weights, source.num_hidden_layers)),
         warnings=source.warnings,

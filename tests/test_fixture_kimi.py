@@ -110,9 +110,10 @@ def test_tensors_are_those_that_the_config_tells() -> None:
 
 
 def test_quantkit_finds_nothing_wrong() -> None:
-    """`verify` passes and `engines` sees no broken rule."""
+    """`verify` passes, `engines` sees no broken rule, and `inspect` names the method, which stands in `text_config`."""
     assert quantkit.verify(FOLDER).passed
     assert list(check_compatibility(FOLDER).findings()) == []
+    assert quantkit.inspect(FOLDER).quantization == "compressed-tensors"
 
 
 def test_gate_and_up_are_parted() -> None:

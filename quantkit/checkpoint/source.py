@@ -61,6 +61,11 @@ class Source:
         return inner if isinstance(inner, dict) else self.config
 
     @property
+    def quantization_config(self) -> dict[str, Any]:
+        """What the config says of the weights' formats, beside the language model's numbers or round them; may be {}."""
+        return self.config.get("quantization_config") or self.text_config.get("quantization_config") or {}
+
+    @property
     def num_hidden_layers(self) -> int:
         """The number of main layers; layers from here on are MTP layers."""
         try:

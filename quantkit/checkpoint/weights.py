@@ -171,7 +171,7 @@ class _Said:
 
     @classmethod
     def by(cls, source: Source) -> "_Said":
-        quantization = source.config.get("quantization_config") or source.text_config.get("quantization_config") or {}
+        quantization = source.quantization_config
         try:
             groups = [group["weights"] or {} for group in (quantization.get("config_groups") or {}).values()]
             blocks = [quantization.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
