@@ -16,7 +16,6 @@ from quantkit.capacity.tables import tables as capacity_tables
 from quantkit.compatibility.report import Compatibility
 from quantkit.errors import QuantkitError
 from quantkit.eval.offline import OfflineData
-from quantkit.recipe_check.report import RecipeCheck, RecipeList
 from quantkit.remote import PublishReport
 from quantkit.report import (
     AccuracyReport,
@@ -44,7 +43,7 @@ def show(report: Report, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(report.to_json())
     else:
-        _SHOWN_BY[type(report)](report)
+        _SHOWN_BY.get(type(report), lambda own: _print_tables(own.tables()))(report)
     for warning in getattr(report, "warnings", ()):
         _ERR.print(f"[yellow]warning:[/] {escape(warning)}")
 
@@ -226,7 +225,8 @@ def _show_accuracy(report: AccuracyReport) -> None:
     if hidden := len(report.tasks) - len(shown):
         _OUT.print(f"and {hidden} more tasks with larger p; --json shows all")
     color = {Verdict.PASS: "green", Verdict.FAIL: "red"}.get(report.verdict, "yellow")
-    margin = f"suite {report.suite}, rule {report.rule}, margin {100 * report.max_drop:g} points"
+    pages = "".join(f", {arm} on {kept['kv'].upper()} pages" for arm, kept in report.pages.items())
+    margin = f"suite {report.suite}, rule {report.rule}, margin {100 * report.max_drop:g} points{pages}"
     _OUT.print(f"[bold {color}]{report.verdict.upper()}[/]  ({margin})")
     for reason in report.reasons:
         _OUT.print(f"  {escape(reason)}")
@@ -266,8 +266,7 @@ def _show_distribution(report: DistributionReport) -> None:
 
 def _mean_kl(positions: Sequence[PositionRange]) -> float:
     lengths = [part.last - part.first + 1 for part in positions]
-    total = sum(length * part.kl_divergence for length, part in zip(lengths, positions, strict=True))
-    return total / max(sum(lengths), 1)
+    return sum(n * part.kl_divergence for n, part in zip(lengths, positions, strict=True)) / max(sum(lengths), 1)
 
 
 def _show_publication(report: PublishReport) -> None:
@@ -295,6 +294,4 @@ _SHOWN_BY: dict[type[Report], Callable[[Any], None]] = {
     PublishedFigures: _show_capacity,
     PhasePlan: _show_phases,
     DriftReport: _show_drift,
-    RecipeList: lambda report: _print_tables(report.tables()),
-    RecipeCheck: lambda report: _print_tables(report.tables()),
 }

@@ -10,9 +10,12 @@ import traceback
 
 import typer
 
+from quantkit.cli.bench import bench
+from quantkit.cli.calibrate import calibrate
 from quantkit.cli.convert import convert
 from quantkit.cli.engines import engines
 from quantkit.cli.eval import evaluate
+from quantkit.cli.fold import fold
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.plan import plan
@@ -41,7 +44,10 @@ app.command()(engines)
 app.command()(plan)
 app.command("eval")(evaluate)
 app.command()(generate)
+app.command()(calibrate)
+app.command()(fold)
 app.command()(push)
+app.add_typer(bench)
 app.add_typer(recipes)
 
 

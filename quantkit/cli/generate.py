@@ -1,17 +1,17 @@
 """`quantkit generate`."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.capacity.layouts import KvDtype
-from quantkit.cli.options import Json
-from quantkit.errors import RequestError, UsageError
+from quantkit.capacity.layouts import IntegrityLevel, KvDtype
+from quantkit.cli.options import Json, parse_bytes
+from quantkit.errors import CheckFailed, RequestError, UsageError
 
 if TYPE_CHECKING:
-    from quantkit.runtime.generation import GenerationReport
+    from quantkit.runtime.generation import Apart, GenerationReport
+    from quantkit.runtime.handoff.counters import HandoffReport
 
 
 Checkpoint = Annotated[Path, typer.Argument(help="The folder of a checkpoint.", show_default=False)]
@@ -31,9 +31,23 @@ Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the m
 TopP = Annotated[float, typer.Option("--top-p", help="Sample from the most probable tokens that make up so much.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of every prompt's sampling.")]
 Batched = Annotated[bool, typer.Option("--batched", help="Faster: prompts share passes, which changes last bits.")]
+Integrity = Annotated[
+    IntegrityLevel,
+    typer.Option(
+        "--integrity", help="What is checked of pages before a step reads them: whose they are, or each byte."
+    ),
+]
+PrefillFrom = Annotated[
+    Path | None,
+    typer.Option("--prefill-from", help="Compute prompts with this checkpoint of the same model, in other processes."),
+]
+PrefillKv = Annotated[KvDtype, typer.Option("--prefill-kv", help="What the pages of the prefill workers hold.")]
+PrefillWorkers = Annotated[int, typer.Option("--prefill-workers", min=1, help="Processes that compute prompts.")]
+DecodeWorkers = Annotated[int, typer.Option("--decode-workers", min=1, help="Processes that generate.")]
+Timeout = Annotated[
+    float, typer.Option("--worker-timeout", min=1, help="Seconds after which a silent worker is ended.")
+]
 Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")]
-
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
 def generate(
@@ -51,6 +65,12 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     batched: Batched = False,
+    integrity: Integrity = IntegrityLevel.TAGS,
+    prefill_from: PrefillFrom = None,
+    prefill_kv: PrefillKv = KvDtype.BF16,
+    prefill_workers: PrefillWorkers = 1,
+    decode_workers: DecodeWorkers = 1,
+    worker_timeout: Timeout = 300,
     chat: Chat = False,
     as_json: Json = False,
 ) -> None:
@@ -61,14 +81,20 @@ def generate(
     quantkit generate ./GLM-5.2-INT4 "The capital of France is"
 
     quantkit generate ./GLM-5.2-INT4 --chat "Who are you?" --temperature 0.6
+
+    quantkit generate ./GLM-5.2-INT4 "Paris is" --kv fp8 --kv-scale 1.0 --prefill-from ./GLM-5.2-FP8
     """
-    nbytes = _parse_bytes(memory)
+    nbytes = parse_bytes(memory)
     if not prompts and prompt_file is None:
         raise UsageError("there is no prompt", hint='quantkit generate CHECKPOINT "The capital of France is".')
     from quantkit.runtime import generation
     from quantkit.runtime.engine import EngineOptions
     from quantkit.runtime.sampling import Sampling
 
+    apart = None
+    if prefill_from is not None:
+        workers = prefill_workers, decode_workers, worker_timeout
+        apart = _apart(prefill_from, checkpoint, prefill_kv, *workers)
     asked = [generation.Prompt(text) for text in prompts or ()]
     asked += generation.read_prompts(prompt_file) if prompt_file else []
     streamed = len(asked) == 1 and not as_json
@@ -78,13 +104,36 @@ def generate(
         max_new_tokens,
         cache=generation.CacheOptions(kv, kv_scale, kv_scales, nbytes, page_size),
         sampling=Sampling(temperature, top_p, seed),
-        engine=EngineOptions(chunk_size, batched),
+        engine=EngineOptions(chunk_size, batched, integrity=integrity),
+        apart=apart,
         chat=chat,
         on_text=lambda number, text: typer.echo(text, nl=False) if streamed else None,
     )
     _show(report, as_json, streamed)
     if failed := [one.error for one in report.completions if one.error]:
-        raise RequestError(f"{len(failed)} of {len(report.completions)} prompts have no answer; the first: {failed[0]}")
+        checked = report.integrity or report.handoff
+        kind = CheckFailed if checked and any(checked.faults.values()) else RequestError
+        raise kind(f"{len(failed)} of {len(report.completions)} prompts have no answer; the first: {failed[0]}")
+
+
+def _apart(
+    prefill: Path, decode: Path, kv: KvDtype, prefill_workers: int, decode_workers: int, timeout: float
+) -> "Apart":
+    """Who computes the prompts; what the two checkpoints are is found out here."""
+    from quantkit import console
+    from quantkit.checkpoint.source import open_source
+    from quantkit.runtime.generation import Apart
+    from quantkit.runtime.handoff.coordinator import CoordinatorOptions
+    from quantkit.runtime.handoff.terms import Identity
+    from quantkit.serving.fingerprint import fingerprint
+
+    def identify(folder: Path) -> Identity:
+        with console.progress("hashing") as start:
+            found = fingerprint(open_source(folder), progress=start)
+        return Identity(found.config_sha256, str(found.kv_space_id))
+
+    workers = CoordinatorOptions(prefill_workers, decode_workers, timeout=timeout)
+    return Apart(prefill, kv, identify(prefill), identify(decode), workers)
 
 
 def _show(report: "GenerationReport", as_json: bool, streamed: bool) -> None:
@@ -103,6 +152,8 @@ def _show(report: "GenerationReport", as_json: bool, streamed: bool) -> None:
     for warning in report.warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"cache: {report.kv}, {report.pages:,} pages of {report.page_size} tokens", err=True)
+    if report.handoff:
+        typer.echo(_describe(report.handoff), err=True)
     if report.kv_scales:
         typer.echo(f"KV scales from {report.kv_scale_source}:", err=True)
     for layer, scales in enumerate(report.kv_scales):
@@ -110,8 +161,13 @@ def _show(report: "GenerationReport", as_json: bool, streamed: bool) -> None:
     return None
 
 
-def _parse_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
-    if match is None:
-        raise UsageError(f"--memory {text}: not a number of bytes", hint="Write 2GiB or 500MB.")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+def _describe(done: "HandoffReport") -> str:
+    """The workers, the pages that went from one kind to the other, and what went wrong."""
+    parts = [
+        f"{done.prefill} prefill and {done.decode} decode workers: {done.handoffs:,} hand-offs",
+        f"{done.source_pages:,} pages of {done.nbytes:,} bytes became {done.pages:,}",
+        f"{done.saturated:,} values clamped",
+        *(f"{count:,} {kind} workers lost" for kind, count in done.lost.items()),
+        *(f"{count:,} faults: {cause}" for cause, count in done.faults.items()),
+    ]
+    return ", ".join(parts) + (f", {done.retried:,} attempts repeated" if done.retried else "")

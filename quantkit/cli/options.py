@@ -1,8 +1,11 @@
 """Arguments and options that several commands share."""
 
+import re
 from typing import Annotated
 
 import typer
+
+from quantkit.errors import UsageError
 
 Model = Annotated[
     str, typer.Argument(help="A model alias (glm-5.2), a Hub repository id, or a local folder.", show_default=False)
@@ -10,3 +13,13 @@ Model = Annotated[
 Revision = Annotated[str | None, typer.Option("--revision", help="The branch, tag or commit of a Hub repository.")]
 Workers = Annotated[int, typer.Option("--workers", min=1, help="Threads that read, convert and write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that `--memory` names: 2GiB, 500MB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
+    if match is None:
+        raise UsageError(f"--memory {text}: not a number of bytes", hint="Write 2GiB or 500MB.")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
