@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quantkit.calibration import calibrate
     from quantkit.conversion import Options, convert, preview
     from quantkit.errors import QuantkitError
     from quantkit.eval.gate import evaluate
+    from quantkit.folding import fold
     from quantkit.inspection import inspect
     from quantkit.recipe import Recipe, load_recipe
     from quantkit.report import Manifest
@@ -29,9 +31,11 @@ __all__ = [
     "QuantkitError",
     "Recipe",
     "Target",
+    "calibrate",
     "check_drift",
     "convert",
     "evaluate",
+    "fold",
     "inspect",
     "load_recipe",
     "plan_phases",
@@ -47,9 +51,11 @@ _HOMES = {
     "QuantkitError": "errors",
     "Recipe": "recipe",
     "Target": "serving.phases",
+    "calibrate": "calibration",
     "check_drift": "serving.drift",
     "convert": "conversion",
     "evaluate": "eval.gate",
+    "fold": "folding",
     "inspect": "inspection",
     "load_recipe": "recipe",
     "plan_phases": "serving.phases",

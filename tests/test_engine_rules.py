@@ -94,6 +94,7 @@ class Case:
     signed: bool = False
     unequal: dict[str, str] | None = None
     ranks: int | None = None
+    folded: bool = False
 
     def judgements(self) -> dict[str, Judgement]:
         """What the rule says, by engine."""
@@ -101,7 +102,8 @@ class Case:
         if quantization is ...:
             four_bits = any(entry.format and entry.format.encoding is not Encoding.FP8 for entry in self.modules)
             quantization = described(self.modules) if four_bits else None
-        facts = Facts(tuple(self.modules), MLA | self.config, quantization, LAYERS, self.signed, self.unequal)
+        known = MLA | self.config, quantization, LAYERS, self.signed, self.unequal
+        facts = Facts(tuple(self.modules), *known, folded=self.folded)
         return {found.engine: found for found in judge(facts, self.ranks) if found.rule.id == self.rule}
 
 
@@ -312,6 +314,14 @@ CASES = [
     ),
     Case(
         "kv-scales", both(NEITHER), [module("layers.3.self_attn.k_proj", "f32", (), "k_scale")], {"kv_lora_rank": None}
+    ),
+    Case("folded-kv-scales", both(OK), modules("layers.0.self_attn", QKV_A), folded=True),
+    Case("folded-kv-scales", both(NEITHER), modules("layers.0.self_attn", QKV_A)),
+    Case(
+        "folded-kv-scales",
+        both(WARNING),
+        [module("layers.3.self_attn.k_proj", "f32", (), "k_scale")],
+        folded=True,
     ),
 ]
 

@@ -18,6 +18,19 @@ class KvDtype(StrEnum):
     FP8 = "fp8"
 
 
+class IntegrityLevel(StrEnum):
+    """How much is checked before a step of the runtime reads pages.
+
+    off      nothing
+    tags     that the pages are those which the requests were given, and nobody else's since
+    content  tags, and that the pages hold the bytes which were written to them
+    """
+
+    OFF = "off"
+    TAGS = "tags"
+    CONTENT = "content"
+
+
 class IndexCache(StrEnum):
     """Which layers of a model with sparse attention get an index cache."""
 

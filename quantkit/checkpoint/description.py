@@ -31,7 +31,7 @@ GROUP_FORMATS = {
     Encoding.FP8: "float-quantized",
     Encoding.NVFP4: "nvfp4-pack-quantized",
 }
-_KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 _FOUR_BITS = (Encoding.INT4, Encoding.NVFP4)
 _EXPERTS, _EXPERTS_OF_LAYERS = r"mlp\.experts\..*", r"mlp\.exp\w+\.\d+\.(gate|up|down)_proj$"
 _MAYBE_TIED = ("lm_head$", r"shared_head\.head$", "embed_tokens$")  # engines build them where none is stored, too
@@ -120,7 +120,7 @@ def describe(modules: Modules, num_hidden_layers: int, dialect: Dialect, *, kv_s
     Raises PlanError for two 4-bit formats, of which engines take one.
     """
     table = _Table(modules, num_hidden_layers)
-    kv_cache_scheme = _KV_CACHE if kv_scales else None
+    kv_cache_scheme = KV_CACHE_SCHEME if kv_scales else None
     if dialect is Dialect.MODELOPT:
         return _modelopt(table, kv_cache_scheme)
     main = table.main

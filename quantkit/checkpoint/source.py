@@ -18,6 +18,7 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _READ_BYTES = 64 << 20
+_DOWNLOAD = "Download the checkpoint again."
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Source:
 
     @property
     def quantization_config(self) -> dict[str, Any]:
-        """What the config says of the weights' formats, beside the language model's numbers or round them; may be {}."""
+        """What the config says of the weights' formats, at its top or in `text_config`; {} if nothing."""
         return self.config.get("quantization_config") or self.text_config.get("quantization_config") or {}
 
     @property
@@ -177,6 +178,8 @@ def _read_text(folder: Path, file: str, name: str) -> str:
     try:
         return (folder / file).read_bytes().decode("utf-8")  # line ends as they are
     except FileNotFoundError:
-        raise SourceError(f"{name}: {file} is missing", hint="Download the checkpoint again.") from None
+        folding = (folder / ".quantkit" / "fold.json").exists()  # `quantkit.folding.in_place` has moved the config away
+        hint = "A fold in place was interrupted: run it again, or quantkit fold --undo." if folding else _DOWNLOAD
+        raise SourceError(f"{name}: {file} is missing", hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{name}: {file} cannot be read as UTF-8 text: {error}") from error

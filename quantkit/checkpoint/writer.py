@@ -106,7 +106,7 @@ class OutputFolder:
         old_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.exists() else 0
         _check_space(path, needed_bytes, old_bytes)
         folder = cls(path)
-        with _explained(path):
+        with explained(path):
             folder._empty()
             folder.work.mkdir(parents=True)
         return folder
@@ -137,7 +137,7 @@ class OutputFolder:
     @contextmanager
     def shard(self, name: str, size: int) -> Iterator[ShardFile]:
         """The file to write the shard `name` to, `size` bytes reserved; `publish` makes it final."""
-        with _explained(self.path / name):
+        with explained(self.path / name):
             file = ShardFile(self.work / name, size)
             try:
                 yield file
@@ -146,22 +146,22 @@ class OutputFolder:
 
     def publish(self, name: str) -> None:
         """Flush the file `name` and put it under its final name."""
-        with _explained(self.path / name):
-            _sync(self.work / name)
+        with explained(self.path / name):
+            sync(self.work / name)
             os.rename(self.work / name, self.path / name)
-            _sync(self.path, os.O_DIRECTORY)
+            sync(self.path, os.O_DIRECTORY)
 
     def write_text(self, name: str, text: str) -> str:
         """Write a whole text file and return its sha256."""
         data = text.encode("utf-8")  # line ends as they are
-        with _explained(self.path / name):
+        with explained(self.path / name):
             (self.work / name).write_bytes(data)
         self.publish(name)
         return hashlib.sha256(data).hexdigest()
 
     def copy(self, source: Path, name: str) -> str:
         """Copy a file, through links, byte for byte, and return its sha256."""
-        with _explained(self.path / name):
+        with explained(self.path / name):
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             (self.work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, self.work / name)
@@ -175,7 +175,7 @@ class OutputFolder:
         self.write_text(MANIFEST_FILE, manifest_text)
         self.write_text(CONFIG_FILE, config_text)
         shutil.rmtree(self.work)
-        _sync(self.path, os.O_DIRECTORY)
+        sync(self.path, os.O_DIRECTORY)
 
     def _empty(self) -> None:
         """Take out what an earlier run left, the config first, so that no half-removed folder can load."""
@@ -188,6 +188,13 @@ class OutputFolder:
                 entry.unlink()
 
 
+def check_apart(source: Path, output: Path) -> None:
+    """Raise OutputError if the output is the source, or inside it, or around it, by any path or link."""
+    ours, theirs = output.resolve(), source.resolve()
+    if source.is_dir() and (ours == theirs or ours in theirs.parents or theirs in ours.parents):
+        raise OutputError(f"the output {output} and the source {source} overlap", hint="Choose another output.")
+
+
 def _check_space(path: Path, needed_bytes: int, old_bytes: int) -> None:
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free + old_bytes
@@ -198,7 +205,8 @@ def _check_space(path: Path, needed_bytes: int, old_bytes: int) -> None:
         )
 
 
-def _sync(path: Path, flags: int = 0) -> None:
+def sync(path: Path, flags: int = 0) -> None:
+    """Flush a file, or with O_DIRECTORY a folder's entries, to the disk."""
     file = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(file)
@@ -207,7 +215,8 @@ def _sync(path: Path, flags: int = 0) -> None:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
+    """Raise OutputError, naming `path`, for what goes wrong in writing it."""
     try:
         yield
     except OSError as error:

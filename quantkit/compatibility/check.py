@@ -8,6 +8,7 @@ from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import read_weights
 from quantkit.compatibility.report import Compatibility, RuleResult
 from quantkit.errors import UsageError
+from quantkit.verification.folded import read_scaling
 from quantkit.verification.soundness import is_signed, read_recipe, targets_of, unequal_globals
 
 
@@ -32,8 +33,8 @@ def _facts(source: Source) -> Facts:
     if source.folder is None:
         return Facts.of(source, weights)
     recipe, unequal = read_recipe(source.folder), unequal_globals(source, weights)
-    signed, targets = is_signed(recipe), targets_of(recipe)
-    return Facts.of(source, weights, signed=signed, unequal_globals=unequal, targets=targets)
+    kept = {"signed": is_signed(recipe), "folded": read_scaling(source.folder).fold is not None}
+    return Facts.of(source, weights, **kept, unequal_globals=unequal, targets=targets_of(recipe))
 
 
 def _result(judgement: Judgement) -> RuleResult:

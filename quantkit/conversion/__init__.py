@@ -16,7 +16,7 @@ from pathlib import Path
 from quantkit.checkpoint.locate import describe_model, open_model
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.weights import Encoding, read_weights
-from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder
+from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder, check_apart
 from quantkit.conversion.journal import Journal
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
@@ -36,6 +36,7 @@ from quantkit.recipe import (
     load_recipe,
 )
 from quantkit.report import File, Group, Manifest
+from quantkit.verification.folded import read_scaling
 from quantkit.version import VERSION
 
 
@@ -100,11 +101,11 @@ def convert(
     if workers < 1:
         raise UsageError(f"workers is {workers}; it must be at least 1")
     chosen, path = _load(recipe), Path(output)
-    _check_apart(Path(model), path)
+    check_apart(Path(model), path)
     OutputFolder.check(path, overwrite=overwrite, resume=resume)  # before anything is fetched
     source = open_model(model, revision)
     if source.folder:
-        _check_apart(source.folder, path)
+        check_apart(source.folder, path)
     plan = make_plan(source, choose_recipe(source, chosen, options))
     if resume and (finished := _finished(plan, path)):
         return finished
@@ -189,13 +190,6 @@ def _open_output(plan: Plan, path: Path, overwrite: bool, resume: bool) -> tuple
     return folder, Journal.begin(folder.work, plan)
 
 
-def _check_apart(source: Path, output: Path) -> None:
-    """The output may be neither the source, nor inside it, nor around it, by any path or link."""
-    ours, theirs = output.resolve(), source.resolve()
-    if source.is_dir() and (ours == theirs or ours in theirs.parents or theirs in ours.parents):
-        raise OutputError(f"the output {output} and the source {source} overlap", hint="Choose another output.")
-
-
 def _add_small_files(plan: Plan, folder: OutputFolder) -> dict[str, File]:
     """All files of the output but shards and manifest; config.json, which comes last, is not written yet."""
     files = {}
@@ -242,6 +236,7 @@ def _manifest(
         warnings=(*plan.warnings, *_rounding_warnings(rounded_scales)),
         nvfp4_groups=nvfp4_groups,
         rounded_scales=rounded_scales,
+        fold=read_scaling(source.folder).fold,  # stays in the weights
     )
 
 

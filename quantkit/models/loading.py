@@ -1,10 +1,13 @@
 """From a checkpoint's folder to a decoder, with every tensor in its place."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.header import StoredTensor
+from quantkit.checkpoint.source import Source, open_source
 from quantkit.errors import SourceError, UsageError
 from quantkit.models.config import GqaConfig, ModelConfig, read_config
 from quantkit.models.decoder import Decoder, Layer
@@ -14,8 +17,9 @@ from quantkit.models.mla import take_mla
 from quantkit.models.moe import take_mlp, take_moe
 from quantkit.models.norm import RmsNorm
 from quantkit.models.packed import Packed
+from quantkit.models.reading import DTYPES
 from quantkit.models.shelf import Shelf
-from quantkit.naming import Role
+from quantkit.naming import Role, TensorName
 
 _KV_SCALES = ("k_scale", "v_scale")
 
@@ -28,14 +32,60 @@ def load(folder: str | Path, dtype: torch.dtype = torch.bfloat16, device: torch.
     MTP layer is read and not run. Raises SourceError, naming keys or tensors, for a model type or a config that cannot
     be run, and for tensors that are missing, misshapen or without a place in the model.
     """
+    source = open_source(Path(folder))
+    config = _check(source, dtype)
+    return _build(Shelf(source, dtype, torch.device(device)), config)
+
+
+@dataclass(frozen=True)
+class LayerReader:
+    """A checkpoint whose layers are read one at a time, so that memory holds one of them.
+
+    parts  the tensors of each layer, None for those of no layer
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    parts: Mapping[int | None, Source]
+
+    def layer(self, number: int) -> Layer:
+        """Layer `number`, as `load` makes it; the reader keeps nothing of it."""
+        shelf = Shelf(self.parts[number], self.dtype, self.device)
+        return _layer(shelf, f"{self.config.prefix}model.layers.{number}", number, self.config)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The embeddings [T, hidden] of `tokens` int64 [T], of which only the rows needed are read, on the CPU."""
+        source = self.parts[None]
+        stored = source.tensors[f"{self.config.prefix}model.embed_tokens.weight"]
+        used = torch.tensor(sorted(set(tokens.tolist())))
+        rows = torch.empty(len(used), self.config.hidden, dtype=DTYPES[stored.spec.dtype])
+        for row, token in zip(rows.view(torch.uint8).numpy(), used.tolist(), strict=True):
+            source.read_into(stored, token * row.nbytes, row.data)
+        return rows[torch.searchsorted(used, tokens)].to(self.dtype)
+
+
+def open_layers(source: Source, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LayerReader:
+    """A reader of the layers of `source`, checked as `load` checks a checkpoint, with the same errors."""
+    config = _check(source, dtype)
+    parts: dict[int | None, dict[str, StoredTensor]] = {}
+    for text, tensor in source.tensors.items():
+        name = TensorName.parse(text)
+        parts.setdefault(None if name.role is Role.VISION else name.layer, {})[text] = tensor
+    return LayerReader(
+        config, dtype, torch.device(device), {layer: replace(source, tensors=part) for layer, part in parts.items()}
+    )
+
+
+def _check(source: Source, dtype: torch.dtype) -> ModelConfig:
+    """The config of a checkpoint whose tensors all have their place in a model that computes in `dtype`."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise UsageError(f"a model cannot be run in {dtype}", hint="Give torch.bfloat16 or torch.float32.")
-    source = open_source(Path(folder))
     config = read_config(source)
     check = Shelf(source, dtype, torch.device("meta"))
     _build(check, config)
     check.check()
-    return _build(Shelf(source, dtype, torch.device(device)), config)
+    return config
 
 
 def _build(shelf: Shelf, config: ModelConfig) -> Decoder:

@@ -6,13 +6,11 @@ Llama 3 (arXiv 2407.21783); `modeling_rope_utils.py` of transformers 5.17.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from quantkit.models.config import RopeConfig
-
-T = TypeVar("T")
 
 
 class Rotation(NamedTuple):
@@ -44,9 +42,9 @@ def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tens
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
 
 
-def spread_pairs(values: Sequence[T], interleaved: bool) -> list[T]:
+def spread_pairs(values: Sequence[float], interleaved: bool) -> tuple[float, ...]:
     """The value of each pair for both of its channels, in the order of the channels."""
-    return [value for value in values for _ in range(2)] if interleaved else [*values, *values]
+    return tuple(value for value in values for _ in range(2)) if interleaved else (*values, *values)
 
 
 def rotate_front(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:

@@ -32,8 +32,8 @@ _POWERS = "Give the nearest power of two; k_scale alone may be any number."
 class LayerScales:
     """What the keys and the values of one layer are divided by.
 
-    latent, rope  powers of two for the parts of MLA's row: one number, or one for each channel as the row has them; both
-                  or neither. Where they are given, they are used instead of `key`
+    latent, rope  powers of two for the parts of MLA's row: one number, or one for each channel as the row has them. Both
+                  or neither; where they are given, they are used instead of `key`
 
     Raises CacheError for a number that is not positive and finite, and for a part that is no power of two.
     """
@@ -119,9 +119,9 @@ def scales_by_layer(config: ModelConfig, named: Mapping[str, Numbers], source: s
 def scales_of_layers(config: ModelConfig, named: Mapping[str, Numbers], source: str) -> dict[int, LayerScales]:
     """The scales `named` by tensor, by layer: all main layers', and those of MTP layers that have some.
 
-    Raises CacheError, by name, for a main layer without its scales, a scale without a layer, two for one place, one that
-    is not a positive finite number, parts that are no powers of two or not as many as the row has channels or pairs,
-    and for MLA key and value scales that differ.
+    Raises CacheError, by name, for a main layer without its scales, a scale without a layer, two for one place, one
+    that is not a positive finite number, parts that are no powers of two or not as many as the row has channels or
+    pairs, and for MLA key and value scales that differ.
     """
     found: dict[int, dict[str, tuple[str, Numbers]]] = {layer: {} for layer in range(config.layers)}
     mla = config.attention if isinstance(config.attention, MlaConfig) else None

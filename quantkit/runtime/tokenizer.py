@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the files of a checkpoint alone: tokenizer.json and the chat template."""
+"""Text to tokens and back, with a checkpoint's files alone: tokenizer.json or tiktoken.model, and the chat template."""
 
 import json
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import jinja2.sandbox
 import tokenizers
 
 from quantkit.errors import SourceError
+from quantkit.runtime.tiktoken_file import TIKTOKEN, read_tiktoken
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _GENERATION, _MODEL = "generation_config.json", "config.json"
@@ -23,10 +24,13 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         path = folder / _TOKENIZER
+        if not path.exists() and (folder / TIKTOKEN).exists():
+            self._backend = read_tiktoken(folder, _read(folder / _CONFIG))
+            return
         if not path.exists():
             raise SourceError(
                 f"{folder}: {_TOKENIZER} is missing",
-                hint='Give tokens instead of text: --prompts FILE with a line {"tokens": [...]} for each prompt.',
+                hint='Give tokens instead of text: a .jsonl file with lines like {"tokens": [...]}.',
             )
         try:
             self._backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -37,20 +41,31 @@ class Tokenizer:
         """The tokens of a text, with those that the tokenizer puts round every text."""
         return list(self._backend.encode(text).ids)
 
+    @property
+    def bos(self) -> int | None:
+        """The token that texts begin with, where the tokenizer or its `add_bos_token` puts it there."""
+        config = _read(self._folder / _CONFIG)
+        token = self._backend.token_to_id(str(_content(config.get("bos_token"))))
+        return token if config.get("add_bos_token") or token in self.encode("") else None
+
     def encode_chat(self, text: str) -> list[int]:
         """The tokens of a user's message in the chat template, up to where the answer begins."""
+        return self._fill([{"role": "user", "content": text}], answer=True)
+
+    def encode_messages(self, messages: Sequence[Any]) -> list[int]:
+        """The tokens of a conversation in the chat template, answers included."""
+        return self._fill(messages, answer=False)
+
+    def _fill(self, messages: Sequence[Any], answer: bool) -> list[int]:
         config = _read(self._folder / _CONFIG)
         path = self._folder / _TEMPLATE
         template = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
         if not isinstance(template, str):
-            raise SourceError(f"{self._folder}: there is no chat template", hint="Leave --chat out.")
+            raise SourceError(f"{self._folder}: there is no chat template", hint="Give text without one.")
         values = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
         try:
-            prompt = (
-                _environment()
-                .from_string(template)
-                .render(messages=[{"role": "user", "content": text}], add_generation_prompt=True, **values)
-            )
+            filled = _environment().from_string(template)
+            prompt = filled.render(messages=messages, add_generation_prompt=answer, **values)
         except jinja2.TemplateError as error:
             raise SourceError(f"{self._folder}: the chat template cannot be filled: {error}") from error
         return list(self._backend.encode(prompt, add_special_tokens=False).ids)
@@ -76,6 +91,11 @@ class TextStream:
             return ""
         piece, self._told = text[self._told :], len(text)
         return piece
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` has one."""
+    return any((folder / name).exists() for name in (_TOKENIZER, TIKTOKEN))
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from quantkit.plan import Plan
 from quantkit.report import File
 from quantkit.serving.manifest import Origin
 
-_FOLD = "fold"  # the key of quantkit.json that holds the scales folded into the weights
+_FOLD, _EMBEDDED = "fold", "kv_scales"  # keys of quantkit.json: scales folded into the weights, or added as tensors
 _TOKENIZER = re.compile(
     r"(.*tokeni[sz]|vocab|merges|special_tokens|added_tokens|chat_template|.*\.tiktoken|.*\.model$)"
 )
@@ -95,7 +95,7 @@ def fingerprint(
         made.get("recipe"),
         formats,
         _has_mtp(formats),
-        kv_space_id(source, origin, made.get(_FOLD)) if origin else None,
+        kv_space_id(source, origin, made.get(_FOLD), made.get(_EMBEDDED)) if origin else None,
         files,
         _deciding(known),
         origin,
@@ -124,14 +124,21 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return _sha256(left)
 
 
-def kv_space_id(source: Source, origin: Origin, fold: Any) -> str:
-    """The id of what the KV cache of `source` means; `fold` what its quantkit.json says of folded scales."""
+def kv_space_id(
+    source: Source, origin: Origin, fold: Mapping[str, Any] | None, embedded: Mapping[str, float] | None
+) -> str:
+    """The id of what the KV cache of `source` means.
+
+    fold, embedded  what its quantkit.json says of scales folded into the weights, of which the digest counts, and of
+                    scales that were added as tensors
+    """
     cache = Attention.of(source)
     kind = f"gqa {cache.kv_heads} x {cache.head_dim}"
     if cache.latent:
         kind = f"mla {cache.latent} + {cache.rope}" + (f", index {cache.index_dim}" if cache.indexers else "")
-    space = {"config": origin.config_sha256, "shards": origin.shards_sha256, "fold": fold or "none", "cache": kind}
-    return _sha256(space)
+    space: dict[str, Any] = {"config": origin.config_sha256, "shards": origin.shards_sha256, "cache": kind}
+    space["fold"] = fold["digest"] if fold else "none"
+    return _sha256({**space, "scales": embedded} if embedded else space)
 
 
 def weight_formats(labelled: Iterable[tuple[Weight, str]], num_hidden_layers: int) -> dict[str, str]:
@@ -161,6 +168,8 @@ def _read_made(folder: Path) -> dict[str, Any]:
         made = json.loads(path.read_text(encoding="utf-8"))
         Origin(made["source"]["config_sha256"], dict(made["source"]["shards_sha256"]))
         [File(int(entry["nbytes"]), str(entry["sha256"])) for entry in made["files"].values()]
+        if fold := made.get(_FOLD):
+            str(fold["digest"]), Origin(fold["origin"]["config_sha256"], dict(fold["origin"]["shards_sha256"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{path}: cannot be read: {error!r}", hint="Convert again.") from error
     return dict(made)
@@ -188,10 +197,11 @@ def _deciding(files: Mapping[str, File]) -> dict[str, File]:
 
 
 def _origin(source: Source, made: Mapping[str, Any], files: Mapping[str, File]) -> Origin:
-    """What quantkit.json says the checkpoint was made from, else itself."""
+    """What quantkit.json says the checkpoint was made from, before scales were folded in, else itself."""
     config, shards = files[CONFIG_FILE].sha256, {shard: files[shard].sha256 for shard in source.shards}
     if made:
-        config, shards = made["source"]["config_sha256"], made["source"]["shards_sha256"]
+        origin = (made.get(_FOLD) or {}).get("origin") or made["source"]
+        config, shards = origin["config_sha256"], origin["shards_sha256"]
     layers, main = source.num_hidden_layers, set()
     for tensor in source.tensors.values():
         if not TensorName.parse(tensor.spec.name).is_mtp(layers):

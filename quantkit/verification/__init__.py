@@ -4,6 +4,7 @@ findings     collecting problems by check
 soundness    the checkpoint alone: manifest, index, config, values
 fidelity     against its source: every weight accounted for, and its error
 comparisons  two forms of one weight, by their encodings
+folded       weights that KV scales were folded into, and scales that are stored
 """
 
 import time
@@ -19,6 +20,7 @@ from quantkit.recipe import Mtp
 from quantkit.report import TensorError, Verification
 from quantkit.verification.fidelity import Compared, Made, compare_weights, pool_by_role
 from quantkit.verification.findings import Findings
+from quantkit.verification.folded import check_scaling, multiplied_by, read_scaling
 from quantkit.verification.soundness import (
     check_config,
     check_global_scales,
@@ -65,8 +67,11 @@ def verify(
             check_config(opened, weights, targets_of(recipe), findings)
             check_values(opened, weights, is_signed(recipe), pool, findings, report)
             check_global_scales(opened, weights, findings)
+            scaling = read_scaling(folder)
+            check_scaling(opened, weights, scaling, findings)
             if source:
-                made = Made(recipe.get("mtp") == Mtp.DROP, made_from_fp8(folder))
+                powers = multiplied_by(scaling, read_scaling(source.folder), opened, findings)
+                made = Made(recipe.get("mtp") == Mtp.DROP, made_from_fp8(folder), powers, scaling.embedded)
                 compared = compare_weights(opened, weights, source, made, pool, findings, report)
     errors = [error for error in (entry.error() for entry in compared) if error]
     return Verification(

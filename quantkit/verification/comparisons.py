@@ -151,7 +151,10 @@ def _check_slab(pair: Comparison) -> None:
     ours, theirs = pair.ours, pair.theirs
     for begin, end in row_ranges(theirs):
         expected = pair.source_reader.slab_rows(theirs, begin, end).reshape(-1).view(np.uint8)
-        data = pair.reader.tensor_bytes(ours.data, 0, ours.data.spec.nbytes, "ours")
+        if ours.slab:
+            data = pair.reader.slab_rows(ours, begin, end).reshape(-1).view(np.uint8)
+        else:
+            data = pair.reader.tensor_bytes(ours.data, 0, ours.data.spec.nbytes, "ours")
         if ours.data.spec.dtype != theirs.data.spec.dtype or not np.array_equal(data, expected):
             pair.problem("copies", f"differs from its part of the source's fused tensor in {theirs.data.shard}")
 

@@ -1,18 +1,20 @@
 """The checks against the source: every weight accounted for, and each compared with the one that it was made from."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from quantkit.checkpoint.pieces import Reader
+from quantkit.checkpoint.powers import Powers
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import Encoding, Weight, read_weights
 from quantkit.errors import QuantkitError
 from quantkit.report import RoleError, TensorError
 from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, comparison
 from quantkit.verification.findings import Findings
+from quantkit.verification.folded import compare_multiplied
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,16 @@ class Compared:
 
 @dataclass(frozen=True)
 class Made:
-    """How a checkpoint was made: without the MTP layers, or with 4-bit weights from FP8 ones."""
+    """How a checkpoint was made: without the MTP layers, or with 4-bit weights from FP8 ones.
+
+    powers    what its tensors are the source's times, by name, where KV scales were folded in
+    embedded  KV scales that were added
+    """
 
     without_mtp: bool
     from_fp8: bool
+    powers: Mapping[str, Powers] = field(default_factory=dict)
+    embedded: Collection[str] = ()
 
 
 def compare_weights(
@@ -63,7 +71,7 @@ def compare_weights(
     findings.done("accounted for", f"{len(theirs):,} weights of the source{dropped}")
     for name in theirs.keys() - ours.keys():
         findings.problem("accounted for", f"{name} of the source is not in the checkpoint")
-    for name in ours.keys() - theirs.keys():
+    for name in ours.keys() - theirs.keys() - set(made.embedded):
         findings.problem("accounted for", f"{name} is not in the source")
     pairs = [(ours[name], theirs[name]) for name in sorted(theirs.keys() & ours.keys())]
     pairs.sort(key=lambda pair: (pair[1].data.shard, pair[1].data.offset))
@@ -74,7 +82,8 @@ def compare_weights(
         compared.append(result)
     codes = sum(pair[0].encoding in FOUR_BITS and pair[1].encoding is not pair[0].encoding for pair in pairs)
     findings.done("codes", f"each code of {codes:,} 4-bit weights is a nearest one under its scale")
-    findings.done("copies", f"{sum(not entry.changed for entry in compared):,} weights equal byte for byte")
+    copies = sum(not entry.changed and _key(entry.weight) not in made.powers for entry in compared)
+    findings.done("copies", f"{copies:,} weights equal byte for byte")
     return tuple(compared)
 
 
@@ -115,6 +124,8 @@ def _compare(
     try:
         if ours.shape != theirs.shape:
             findings.problem("copies", f"{ours.name} is {list(ours.shape)}; the source's is {list(theirs.shape)}")
+        elif powers := made.powers.get(_key(ours)):
+            sums = compare_multiplied(Comparison(reader, source_reader, findings, ours, theirs, slack), powers)
         elif compare is None:
             findings.problem("copies", f"{ours.name} is {ours.label}; the source's is {theirs.label}")
         else:

@@ -69,6 +69,7 @@ class Facts:
     quantization     the `quantization_config`
     signed           whether INT4 scales may be negative
     targets          the engines that must load it
+    folded           whether KV scales were folded into the weights
     unequal_globals  fused projections whose parts have different NVFP4 global scales, with the values in words; None
                      where the values are not known
     """
@@ -80,6 +81,7 @@ class Facts:
     signed: bool = False
     unequal_globals: Mapping[str, str] | None = None
     targets: frozenset[str] = ALL_ENGINES
+    folded: bool = False
 
     @classmethod
     def of(
@@ -90,12 +92,13 @@ class Facts:
         signed: bool = False,
         unequal_globals: Mapping[str, str] | None = None,
         targets: frozenset[str] = ALL_ENGINES,
+        folded: bool = False,
     ) -> "Facts":
         """The facts of a stored checkpoint."""
-        quantization = source.config.get(KEY) or source.text_config.get(KEY)
+        quantization = source.quantization_config or None
         modules = tuple(map(Module.of, weights))
         layers = source.num_hidden_layers
-        return cls(modules, source.text_config, quantization, layers, signed, unequal_globals, targets)
+        return cls(modules, source.text_config, quantization, layers, signed, unequal_globals, targets, folded)
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:

@@ -10,6 +10,7 @@ from quantkit.recipe import GROUP_SIZES
 
 _CT = "srt/layers/quantization/compressed_tensors"
 _DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
+_CACHED = ("kv_a_proj_with_mqa", "k_proj", "v_proj")  # what goes into a KV cache comes from them
 
 
 def _is_int4(facts: Facts, module: Module) -> bool:
@@ -170,5 +171,20 @@ RULES = (
         _kv_scale,
         _by_backend,
         Status.FLAG,
+    ),
+    Rule(
+        "folded-kv-scales",
+        "where KV scales are folded into the weights, no others are stored",
+        "the engine's own scale must be 1.0, as it is where none is stored: else the cache is divided twice",
+        {
+            "vLLM": "model_executor/layers/quantization/kv_cache.py: BaseKVCacheMethod.process_weights_after_loading",
+            "SGLang": f"{_DSV2_LOADER}: do_load_weights",
+        },
+        "Take the stored scales out, unless they are 1.0.",
+        lambda facts, module: facts.folded and (module.name.leaf in KV_SCALES or module.projection in _CACHED),
+        lambda facts, module, engine, ranks: (
+            f"has a {module.name.leaf} beside folded scales" if module.name.leaf in KV_SCALES else None
+        ),
+        Status.WARNING,
     ),
 )

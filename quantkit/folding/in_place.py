@@ -1,0 +1,289 @@
+"""`--in-place`: patches written into the checkpoint itself, behind a journal that takes them back.
+
+    .quantkit/old, new     the bytes of all patches before and after, one after the other
+    .quantkit/fold.json    where they belong; written and flushed before the first edit
+    .quantkit/config.json  the config, moved away while shards are edited: a folder without one does not load
+    .quantkit-fold/        old and fold.json of a finished fold, for --undo; remove it when it is not wanted
+
+An interrupted fold is finished by the next run if all its bytes and its manifest were written, else rolled back.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.checkpoint.digest import GATE_FILE, hash_files, list_files
+from quantkit.checkpoint.header import StoredTensor, TensorSpec
+from quantkit.checkpoint.powers import Patch
+from quantkit.checkpoint.source import CONFIG_FILE
+from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, explained, sync
+from quantkit.errors import OutputError, QuantkitError, UsageError
+from quantkit.folding.manifest import check_sources, folded_manifest
+from quantkit.folding.plan import FoldPlan, place
+from quantkit.folding.shards import Hashes, Progress, hash_patched, write_patches
+from quantkit.report import File, Manifest
+
+UNDO_FOLDER = ".quantkit-fold"
+_JOURNAL, _OLD, _NEW = "fold.json", "old", "new"
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Bytes of a file that are replaced."""
+
+    shard: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What it takes to go back: the fold's digest, the manifest's text before (None: there was none), and the places.
+
+    new_sha256  of the new bytes of all places, one after the other
+    """
+
+    digest: str
+    manifest: str | None
+    new_sha256: str
+    spots: tuple[Spot, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> "Journal | None":
+        """The journal in the file `path`; None if there is none. Raises OutputError for a damaged one."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            spots = tuple(Spot(**spot) for spot in content["spots"])
+            return cls(content["digest"], content["manifest"], content["new_sha256"], spots)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise OutputError(f"{path} cannot be read: {error!r}", hint="Download or convert it again.") from error
+
+
+def recover(folder: Path) -> str | None:
+    """Finish an interrupted fold, or take it back; what was done, in words, or None if there was none."""
+    work = folder / WORK_FOLDER
+    if not any((work / name).exists() for name in (_JOURNAL, _OLD, _NEW)):
+        return None
+    with _locked(folder), explained(folder):
+        journal = Journal.read(work / _JOURNAL)
+        if journal is None:
+            _remove(work)
+            return "an interrupted fold had not edited anything"
+        if _digest_in(folder) == journal.digest:
+            _finish(folder)
+            return "an interrupted fold had only to be tidied up, and is finished"
+        _roll_back(folder, journal)
+        return "an interrupted fold was rolled back"
+
+
+def undo(folder: Path) -> str:
+    """Take back the fold that was made in `folder`, or an interrupted one; what was done, in words.
+
+    Raises UsageError if there is nothing to take back, OutputError if the edited bytes are not those of the fold.
+    """
+    recovered = recover(folder)
+    journal = Journal.read(folder / UNDO_FOLDER / _JOURNAL)
+    if journal is None:
+        if recovered:
+            return recovered
+        raise UsageError(f"{folder}: there is no fold to take back", hint="Only --in-place leaves a journal.")
+    found = hashlib.sha256()
+    for spot in journal.spots:
+        found.update(_read(folder, spot))
+    if found.hexdigest() != journal.new_sha256:
+        raise OutputError(f"{folder}: the weights are not those that the fold wrote; they are left as they are")
+    with explained(folder):
+        os.rename(folder / UNDO_FOLDER, folder / WORK_FOLDER)
+        _roll_back(folder, journal)
+    return "the fold was taken back: the checkpoint has the bytes that it had before"
+
+
+def fold_in_place(
+    plan: FoldPlan,
+    made: Manifest | None,
+    prove: Callable[[], str],
+    *,
+    workers: int = 2,
+    progress: Progress = lambda done: None,
+) -> str:
+    """Edit the checkpoint, and return what `prove` says of it; if it raises, everything is put back.
+
+    Raises OutputError for shards that other folders share and for a full disk, SourceError for a shard that is not the
+    one of its manifest; then nothing was edited, or all was put back.
+    """
+    folder = plan.source.folder
+    assert folder is not None
+    _check_own(folder, plan.source.shards)
+    if (folder / WORK_FOLDER).exists():
+        raise OutputError(f"{folder} holds an interrupted run of another command", hint="Finish or remove it first.")
+    with explained(folder):
+        (folder / WORK_FOLDER).mkdir()
+    with _locked(folder), explained(folder):
+        try:
+            manifest, journal = _prepare(plan, made, workers, progress)
+        except (QuantkitError, OSError):
+            _remove(folder / WORK_FOLDER)
+            raise
+        try:
+            _apply(folder, journal)
+            proof = prove()
+            _write(folder / WORK_FOLDER / MANIFEST_FILE, manifest.to_json().encode())
+            _move(folder / WORK_FOLDER, folder, MANIFEST_FILE)
+            _finish(folder)
+        except (QuantkitError, OSError):
+            _roll_back(folder, journal)
+            raise
+    return proof
+
+
+def _prepare(plan: FoldPlan, made: Manifest | None, workers: int, progress: Progress) -> tuple[Manifest, Journal]:
+    """The manifest that is to be, and the journal, which is on the disk with all old and new bytes."""
+    folder = plan.source.folder
+    assert folder is not None
+    work, spots, new_sha256 = folder / WORK_FOLDER, [], hashlib.sha256()
+    hashes: dict[str, Hashes] = {}
+    with (work / _OLD).open("wb") as old, (work / _NEW).open("wb") as new, ThreadPoolExecutor(workers) as pool:
+        for shard in plan.source.shards:
+            patches = plan.patches(shard)
+            for patch in patches:
+                spots.append(Spot(shard, place(patch), patch.data.nbytes))
+                old.write(_read(folder, spots[-1]))
+                new.write(patch.data.data)
+                new_sha256.update(patch.data.data)
+        read = pool.map(lambda shard: hash_patched(folder / shard, plan.patches(shard), progress), plan.source.shards)
+        hashes = dict(zip(plan.source.shards, read, strict=True))
+    before = {shard: found.before for shard, found in hashes.items()}
+    check_sources(plan.source, made, before)
+    files = {shard: File(found.nbytes, found.after) for shard, found in hashes.items()}
+    others = {name: path for name, path in list_files(folder).items() if name not in files}
+    files |= {name: file for name, file in hash_files(others).items() if name not in (MANIFEST_FILE, GATE_FILE)}
+    manifest = folded_manifest(plan, made, before, files[CONFIG_FILE].sha256, files)
+    assert plan.digest is not None
+    text = (folder / MANIFEST_FILE).read_text(encoding="utf-8") if made else None
+    journal = Journal(plan.digest, text, new_sha256.hexdigest(), tuple(spots))
+    for name in (_OLD, _NEW):
+        sync(work / name)
+    _write(work / _JOURNAL, json.dumps(asdict(journal)).encode())
+    return manifest, journal
+
+
+def _apply(folder: Path, journal: Journal) -> None:
+    """Move the config away and write the new bytes."""
+    _move(folder, folder / WORK_FOLDER, CONFIG_FILE)
+    _put(folder, journal, folder / WORK_FOLDER / _NEW)
+
+
+def _finish(folder: Path) -> None:
+    """Everything is written: bring the config back and keep what an undo needs."""
+    work = folder / WORK_FOLDER
+    (work / _NEW).unlink(missing_ok=True)
+    if (work / CONFIG_FILE).exists():
+        _move(work, folder, CONFIG_FILE)
+    shutil.rmtree(folder / UNDO_FOLDER, ignore_errors=True)
+    os.rename(work, folder / UNDO_FOLDER)
+    sync(folder, os.O_DIRECTORY)
+
+
+def _roll_back(folder: Path, journal: Journal) -> None:
+    """Everything as it was before; may be interrupted and begun again."""
+    work = folder / WORK_FOLDER
+    if (folder / CONFIG_FILE).exists():
+        _move(folder, work, CONFIG_FILE)
+    if journal.manifest is None:
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    else:
+        _write(work / MANIFEST_FILE, journal.manifest.encode())
+        _move(work, folder, MANIFEST_FILE)
+    _put(folder, journal, work / _OLD)
+    _move(work, folder, CONFIG_FILE)
+    _remove(work)
+
+
+def _put(folder: Path, journal: Journal, data: Path) -> None:
+    """Write the bytes in the file `data` to the journal's places, and flush."""
+    with data.open("rb") as stream:
+        for shard in dict.fromkeys(spot.shard for spot in journal.spots):
+            file = os.open(folder / shard, os.O_WRONLY)
+            try:
+                for spot in (spot for spot in journal.spots if spot.shard == shard):
+                    write_patches(file, [_patch(spot, stream.read(spot.nbytes))])
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+
+def _patch(spot: Spot, data: bytes) -> Patch:
+    tensor = StoredTensor(TensorSpec("", "U8", (spot.nbytes,)), spot.shard, 0)
+    return Patch(tensor, spot.offset, np.frombuffer(data, np.uint8))
+
+
+def _read(folder: Path, spot: Spot) -> bytes:
+    with (folder / spot.shard).open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), spot.nbytes, spot.offset)
+
+
+def _check_own(folder: Path, shards: Sequence[str]) -> None:
+    """The shards are this folder's alone: an edit through a link would change another checkpoint."""
+    for shard in shards:
+        path = folder / shard
+        if path.is_symlink() or path.stat().st_nlink > 1:
+            raise OutputError(
+                f"{path} is a link, and its bytes belong to another folder, too (the Hub's cache?)",
+                hint="Fold into a copy: -o OUT.",
+            )
+
+
+def _digest_in(folder: Path) -> str | None:
+    try:
+        content: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        return str((content.get("fold") or {}).get("digest"))
+    except (OSError, ValueError):
+        return None
+
+
+def _move(source: Path, target: Path, name: str) -> None:
+    os.rename(source / name, target / name)
+    for folder in (source, target):
+        sync(folder, os.O_DIRECTORY)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_bytes(data)
+    sync(temporary)
+    os.rename(temporary, path)
+    sync(path.parent, os.O_DIRECTORY)
+
+
+def _remove(work: Path) -> None:
+    """Take the work folder away, the journal first: without it there is nothing to go back to."""
+    (work / _JOURNAL).unlink(missing_ok=True)
+    shutil.rmtree(work)
+    sync(work.parent, os.O_DIRECTORY)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One fold at a time; the lock goes with the process."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OutputError(f"{folder}: another fold is running", hint="Wait for it to end.") from None
+        yield
+    finally:
+        os.close(file)

@@ -1,0 +1,178 @@
+"""Checkpoints with KV scales: folded into weights, which then are the source's times powers of two, or as tensors."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit import ops
+from quantkit.checkpoint.header import StoredTensor
+from quantkit.checkpoint.pieces import Reader, row_ranges
+from quantkit.checkpoint.powers import Powers
+from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.spelling import KV_SCALES, NVFP4
+from quantkit.checkpoint.weights import Encoding, Weight
+from quantkit.checkpoint.writer import MANIFEST_FILE
+from quantkit.errors import QuantkitError, SourceError
+from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, Sums
+from quantkit.verification.findings import Findings
+
+if TYPE_CHECKING:
+    from quantkit.kernels.int4_error import Int4Error
+    from quantkit.kernels.nvfp4_error import Nvfp4Error
+
+_HINT = "Fold again, from the checkpoint that it was made from."
+
+
+@dataclass(frozen=True)
+class KvScaling:
+    """What a manifest says of KV scales.
+
+    fold      as it is recorded: digest, and exponents by layer; None without one
+    embedded  the scales that were stored as tensors, by name
+    """
+
+    fold: dict[str, Any] | None = None
+    embedded: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str | None:
+        """The fold's."""
+        return str(self.fold["digest"]) if self.fold else None
+
+    def powers(self, checkpoint: Source) -> dict[str, Powers]:
+        """What the fold multiplied each tensor with, by name. Raises SourceError if the record does not say so."""
+        if not self.fold:
+            return {}
+        from quantkit.models.config import read_config  # torch comes along
+        from quantkit.models.folding import fold_digest, from_record, layer_powers
+
+        config = read_config(checkpoint)
+        try:
+            folds = {int(layer): from_record(record) for layer, record in self.fold["layers"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError(f"{MANIFEST_FILE} does not say what was folded: {error!r}", hint=_HINT) from error
+        if fold_digest(folds) != self.digest:
+            raise SourceError(f"{MANIFEST_FILE}: the fold of its layers has another digest than it says", hint=_HINT)
+        by_layer = (layer_powers(config, layer, fold) for layer, fold in folds.items())
+        return {name: powers for found in by_layer for name, powers in found.items()}
+
+
+def read_scaling(folder: Path | None) -> KvScaling:
+    """What the manifest in `folder` says of KV scales; nothing without a sound one."""
+    try:
+        if folder is None:
+            return KvScaling()
+        made = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        fold, embedded = made.get("fold"), dict(made.get("kv_scales") or {})
+        return KvScaling(dict(fold, digest=fold["digest"]) if fold else None, embedded)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return KvScaling()
+
+
+def check_scaling(checkpoint: Source, weights: Iterable[Weight], scaling: KvScaling, findings: Findings) -> None:
+    """KV scales are folded or stored, not both; stored ones are those of the manifest, and engines look for them."""
+    stored = {str(weight.name): weight for weight in weights if weight.name.leaf in KV_SCALES}
+    if not (stored or scaling.fold or scaling.embedded):
+        return
+    findings.done("kv scales", f"{len(stored)} stored" if stored else f"folded into the weights: {scaling.digest}")
+    quantization = checkpoint.quantization_config
+    if scaling.embedded and not quantization.get("kv_cache_scheme"):
+        findings.problem("kv scales", "scales were embedded, and the config has no kv_cache_scheme")
+    expected = dict.fromkeys(stored, 1.0) if scaling.fold else scaling.embedded
+    for name, scale in expected.items():
+        try:
+            if name not in stored:
+                findings.problem("kv scales", f"{name} is missing")
+            elif (found := Reader(checkpoint).scalar(stored[name].data)) != scale:
+                why = "scales are folded in, and both count" if scaling.fold else f"{MANIFEST_FILE} says {scale:g}"
+                findings.problem("kv scales", f"{name} is {found:g}; {why}")
+        except QuantkitError as error:
+            findings.problem("kv scales", str(error))
+
+
+def multiplied_by(ours: KvScaling, theirs: KvScaling, checkpoint: Source, findings: Findings) -> dict[str, Powers]:
+    """What the checkpoint's tensors are the source's times, by name; a source with another fold is a problem."""
+    if theirs.fold and ours.digest != theirs.digest:
+        findings.problem("fold", f"the source's fold is {theirs.digest}, and the checkpoint's {ours.digest}")
+    try:
+        mine, others = ours.powers(checkpoint), theirs.powers(checkpoint)
+    except SourceError as error:
+        findings.problem("fold", str(error))
+        return {}
+    one = Powers.of()
+    found = {}
+    for name in mine.keys() | others.keys():
+        left, right = mine.get(name, one), others.get(name, one)
+        found[name] = Powers(left.rows - right.rows, left.columns - right.columns)
+    if found:
+        findings.done("fold", f"{len(mine):,} names of tensors that are the unfolded ones times powers of two, exactly")
+    return {name: powers for name, powers in found.items() if not powers.is_one}
+
+
+def compare_multiplied(pair: Comparison, powers: Powers) -> Sums:
+    """The checkpoint's weight must be the source's times powers of two: the same numbers, or made from these."""
+    if pair.ours.encoding is pair.theirs.encoding and pair.ours.label != pair.theirs.label:
+        pair.problem("fold", f"is {pair.ours.label}; the source's is {pair.theirs.label}")
+    _compare_inputs(pair, powers)
+    sums = [_compare_rows(pair, powers, begin, end) for begin, end in _ranges(pair.theirs)]
+    return math.fsum(error for error, _ in sums), math.fsum(weight for _, weight in sums)
+
+
+def _compare_inputs(pair: Comparison, powers: Powers) -> None:
+    """The static scale of the activations lacks what the columns have got."""
+    ours, theirs = pair.ours.input_scale, pair.theirs.input_scale
+    if (ours is None) != (theirs is None):
+        pair.problem("fold", "has a scale of its activations; only one of it and the source's has")
+    elif ours and theirs:
+        expected = math.ldexp(_multiplier(pair.source_reader, pair.theirs, theirs), -int(powers.columns[0]))
+        if _multiplier(pair.reader, pair.ours, ours) != expected:
+            pair.problem("fold", f"has the scale {ours.spec.name} of another value than its columns ask for")
+
+
+def _multiplier(reader: Reader, weight: Weight, scale: StoredTensor) -> float:
+    value = reader.scalar(scale)
+    return 1 / value if weight.dialect and NVFP4[weight.dialect].divisor else value
+
+
+def _compare_rows(pair: Comparison, powers: Powers, begin: int, end: int) -> Sums:
+    source = _rows(pair.source_reader, pair.theirs, begin, end).astype(np.float64)
+    expected = np.ldexp(source, powers.full(begin, end, source.shape[1]))
+    if pair.ours.encoding is not pair.theirs.encoding and pair.ours.encoding in FOUR_BITS:
+        return _quantized(pair, expected, begin, end)
+    difference = _rows(pair.reader, pair.ours, begin, end).astype(np.float64) - expected
+    slack = 0.0 if pair.ours.encoding is pair.theirs.encoding else BF16_UNIT
+    if (np.abs(difference) > np.abs(expected) * slack).any():
+        pair.problem("fold", f"is not the source's times the powers of two of the fold, in rows {begin} to {end}")
+    return (0.0, 0.0) if not slack else (float(np.square(difference).sum()), float(np.square(expected).sum()))
+
+
+def _quantized(pair: Comparison, expected: npt.NDArray[np.float64], begin: int, end: int) -> Sums:
+    error: Int4Error | Nvfp4Error
+    if pair.ours.encoding is Encoding.INT4:
+        error = ops.float_int4_error(expected, *pair.reader.int4_rows(pair.ours, begin, end), pair.slack)
+    else:
+        packed, scale = pair.reader.nvfp4_rows(pair.ours, begin, end)
+        error = ops.float_nvfp4_error(expected, packed, scale, pair.reader.multiplier(pair.ours), pair.slack)
+    if error.not_nearest or error.bad_scales:
+        pair.problem(
+            "codes", f"has {error.not_nearest:,} codes that are not the nearest to the folded source's numbers"
+        )
+    return error.squared_error, error.squared_weight
+
+
+def _ranges(weight: Weight) -> Iterable[tuple[int, int]]:
+    return row_ranges(weight) if len(weight.shape) == 2 else ((0, weight.shape[0]),)
+
+
+def _rows(reader: Reader, weight: Weight, begin: int, end: int) -> npt.NDArray[Any]:
+    """The rows of a weight, of a vector in one column."""
+    if len(weight.shape) == 2:
+        return reader.rows(weight, begin, end)
+    data = reader.tensor_bytes(weight.data, 0, weight.data.spec.nbytes)
+    return ops.to_float32(data, weight.data.spec.dtype)[begin:end, None]
