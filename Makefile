@@ -1,5 +1,5 @@
 # make demo   set up, convert the embedded checkpoint, verify it, and compare it with its source
-# make test   set up and pass the tests
+# make test   set up and pass the tests, in WORKERS processes (2 by default)
 # make lint   ruff and mypy
 # make bench  weight errors, and conversion speed against the disk's on made-up GLM shards (SIZE_GB=4 by default);
 #             PEERS=1 installs llm-compressor and AutoRound and compares with them (minutes)
@@ -10,6 +10,7 @@ READY := .venv/.ready
 MODEL := tests/fixtures/glm-tiny-fp8
 OUT := build/demo
 SIZE_GB ?= 4
+WORKERS ?= 2
 
 .PHONY: setup demo test lint bench
 
@@ -29,7 +30,7 @@ demo: setup
 	$(BIN)/quantkit eval $(OUT)/int4 --baseline $(OUT)/bf16 --text $(MODEL)/heldout.txt
 
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check
