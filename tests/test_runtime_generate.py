@@ -102,7 +102,7 @@ def test_fp8_scales_are_said_and_shown(run: Runner, tmp_path: Path) -> None:
 
     plain, scaled = (report_of(run(PROMPT, *kv, "--json")) for kv in ((), ("--kv", "fp8", "--kv-scale", "1")))
     assert scaled["pool_tokens"] // 64 in (plain["pool_tokens"] // 64 * 2, plain["pool_tokens"] // 64 * 2 + 1)
-    assert scaled["kv_scales"] == [{"key": 1.0, "value": 1.0}] * 4
+    assert scaled["kv_scales"] == [{"key": 1.0, "value": 1.0, "latent": [], "rope": []}] * 4
     assert plain["kv_scales"] == []
 
 
@@ -151,7 +151,7 @@ def test_scales_in_checkpoint_and_option_are_refused(run: Runner, tmp_path: Path
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     report = report_of(run(PROMPT, "--kv", "fp8", "--json", checkpoint=folder))
-    assert report["kv_scales"] == [{"key": 0.5, "value": 0.5}] * 4
+    assert report["kv_scales"] == [{"key": 0.5, "value": 0.5, "latent": [], "rope": []}] * 4
     assert report["kv_scale_source"] == "the checkpoint"
     assert "the checkpoint's KV scales are not used" in run(PROMPT, checkpoint=folder)[2]
     code, _, err = run(PROMPT, "--kv", "fp8", "--kv-scale", "1.0", checkpoint=folder)

@@ -63,10 +63,15 @@ def page_digest(
     row = torch.arange(page_size, device=pages.device)
     within = (row >= spans.start[:, None]) & (row < spans.stop[:, None])
     total = spans.carry + torch.where(within, terms, 0).sum(1)
+    return total, bind(total, spans.stop, binding)
+
+
+def bind(total: torch.Tensor, rows: torch.Tensor, binding: Binding) -> torch.Tensor:
+    """The digests, int64 [N], of pages whose first `rows` have the sums `total`."""
     digest = total
-    for bound in (spans.stop.long(), binding.prefix, binding.position, binding.generation):
+    for bound in (rows.long(), binding.prefix, binding.position, binding.generation):
         digest = _mix(digest ^ bound) + _signed(GOLDEN)
-    return total, digest
+    return digest
 
 
 def check(pages: torch.Tensor, spans: Spans, binding: Binding) -> torch.Tensor:

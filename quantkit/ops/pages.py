@@ -5,6 +5,8 @@ Layouts, checks and errors are those of `quantkit.kernels.pages`.
 
 import torch
 
+from quantkit.kernels.reference.page_digest import Binding, Spans
+
 
 def write_mla(
     latent: torch.Tensor,
@@ -91,3 +93,34 @@ def read_rows(pages: torch.Tensor, slots: torch.Tensor, scale: float) -> torch.T
         rows = pages.flatten(0, 1).view(torch.uint8)[slots].view(torch.float8_e4m3fn)
         return rows.float() * scale
     return pages.flatten(0, 1)[slots]
+
+
+def check(
+    block_table: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor, generations: torch.Tensor
+) -> torch.Tensor:
+    """For each of B requests the first position whose page is not as expected, or -1: int32 [B].
+
+    `block_table` int32 and `expected` int64 [B, max_pages], of which the first `counts` int32 [B] are compared with
+    `generations` int64 [num_pages].
+    """
+    arguments = block_table, expected, counts, generations
+    if generations.is_cuda:
+        from quantkit.kernels.gpu import page_check as gpu
+
+        return gpu.page_check(*arguments)
+    from quantkit.kernels.reference import page_check as reference
+
+    return reference.page_check(*arguments)
+
+
+def digest(
+    pages: torch.Tensor, spans: Spans, binding: Binding, first_word: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums and the digests, int64 [N] each, of `spans` in `pages`, as `kernels.reference.page_digest` says."""
+    if pages.is_cuda:
+        from quantkit.kernels.gpu import page_digest as gpu
+
+        return gpu.page_digest(pages, spans, binding, first_word)
+    from quantkit.kernels.reference import page_digest as reference
+
+    return reference.page_digest(pages, spans, binding, first_word)

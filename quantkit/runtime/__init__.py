@@ -4,11 +4,14 @@ scales       the scales of an FP8 cache
 allocator    which pages are free, in use or kept for their prefix
 pages        the pool: what a page means, and its bytes
 tables       a request's pages; sharing, copying on write
+batch_table  the tables of a step as one tensor
 paged_cache  a forward pass over pages
 page_set     pages outside of a pool, for another one
 sampling     from logits to a token
 requests     what is asked, how far it is, how it ended
 scheduler    who computes what next; preemption
+integrity    whether pages are still what they must be
+computing    a step: check, compute, read the verdict
 engine       requests in, tokens out
 tokenizer    text to tokens and back
 generation   `quantkit generate`

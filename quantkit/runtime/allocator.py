@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from quantkit.errors import UsageError
 
+NOTHING = -1  # no page's generation
 Carried = Callable[[int, int, int], None]  # page, its generation so far, its new one
 
 
@@ -24,12 +25,12 @@ class Generations:
     """A number for each page that changes when the page does, and that no page ever had before.
 
     numbers  what the bookkeeping goes by
-    tags     the same once more, in memory that a check reads: int64, whose fault is seen as any other
+    tags     the same once more, in memory that a check reads, int64; in the end NOTHING, the tag of no page
     """
 
     def __init__(self, num_pages: int) -> None:
         self.numbers = list(range(num_pages))
-        self.tags = array("q", self.numbers)
+        self.tags = array("q", [*self.numbers, NOTHING])
         self.newest = num_pages - 1
 
     def renew(self, page: int) -> int:
@@ -123,6 +124,7 @@ class Allocator:
         if not self.references[page]:
             old = self.generations[page]
             new = self.ledger.renew(page)
+            self.doubled.discard(page)
             if page in self._hashes:
                 self.carried(page, old, new)
             if self._step_runs:
@@ -167,7 +169,7 @@ class Allocator:
         assert {prefix: page for page, prefix in self._hashes.items()} == self._pages
         assert all(page in self._hashes for page in self._cached)
         assert not any(page in self._hashes for page in self._free)
-        assert list(self.ledger.tags) == self.generations
+        assert list(self.ledger.tags) == [*self.generations, NOTHING]
         assert not self._held or self._step_runs
 
     def _use(self, page: int) -> None:

@@ -20,6 +20,7 @@ class CacheOptions:
     scale_file  the file of an FP8 cache's scales
     memory      bytes of all pages
     page_size   tokens of a page
+    fp8_query   whether what meets an FP8 cache is rounded to E4M3, too: `PagedCache`
     """
 
     kv: KvDtype = KvDtype.BF16
@@ -27,6 +28,7 @@ class CacheOptions:
     scale_file: Path | None = None
     memory: int = 2 << 30
     page_size: int = 64
+    fp8_query: bool = False
 
 
 def open_cache(decoder: Decoder, options: CacheOptions, model: str) -> PagePool:
@@ -43,6 +45,8 @@ def cache_scales(decoder: Decoder, options: CacheOptions) -> KvScales:
     if options.kv is not KvDtype.FP8:
         if given:
             raise UsageError("KV scales are for an FP8 cache", hint="Add --kv fp8.")
+        if options.fp8_query:
+            raise UsageError("queries are rounded to FP8 for an FP8 cache alone", hint="Add --kv fp8.")
         return unscaled(layers)
     if len(given) + bool(decoder.kv_scales) > 1:
         raise UsageError(

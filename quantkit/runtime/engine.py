@@ -5,6 +5,10 @@
     while engine.busy:
         for event in engine.step(): ...
 
+Where pages are checked, a step's verdict is read with its logits: nothing that a request computed from pages that are
+not sound is used. It is computed again as far as the budget of retries goes, else it ends with an IntegrityError; the
+others go on.
+
 In reference mode (`batched=False`) each pass has the rows of one request, so its output does not depend on what else is
 there, bit for bit: neither on other requests, nor on sharing, nor on preemption. In batched mode all requests that
 generate go through the model together, which is faster and changes last bits.
@@ -12,34 +16,20 @@ generate go through the model together, which is faster and changes last bits.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
-from quantkit.errors import QuantkitError, RequestError, UsageError
-from quantkit.models.cache import Cache
-from quantkit.models.config import ModelConfig
+from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.errors import IntegrityError, QuantkitError, RequestError, UsageError
+from quantkit.runtime.computing import Computed, Computer
+from quantkit.runtime.computing import Model as Model
+from quantkit.runtime.integrity.steps import StepTracker
 from quantkit.runtime.page_set import PageSet, export_pages
-from quantkit.runtime.paged_cache import PagedCache
 from quantkit.runtime.pages import PagePool
-from quantkit.runtime.requests import Completion, Counters, Event, Finish, Request
+from quantkit.runtime.requests import Completion, Counters, Event, Finish, Request, check_request
 from quantkit.runtime.sampling import GREEDY, Sampling, choose
-from quantkit.runtime.scheduler import Pass, Scheduler, SchedulerOptions
+from quantkit.runtime.scheduler import Scheduler, SchedulerOptions
 from quantkit.runtime.tables import BlockTable
-
-
-class Model(Protocol):
-    """What the engine runs; `quantkit.models.Decoder` is one."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Its numbers."""
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Hidden states [T, hidden] of `tokens` at `positions`, int64 [T] each."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [T, vocab] for the next token."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +39,15 @@ class EngineOptions:
     chunk_size      tokens of a prompt in one pass
     batched         requests that generate share a pass; else no request's output depends on another
     share_prefixes  whether prompts with equal beginnings share pages
+    integrity       what is checked before a step reads pages
+    fp8_query       whether attention's queries are rounded to E4M3, as `PagedCache` says
     """
 
     chunk_size: int = 256
     batched: bool = False
     share_prefixes: bool = True
+    integrity: IntegrityLevel = IntegrityLevel.TAGS
+    fp8_query: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
@@ -61,13 +55,21 @@ class EngineOptions:
 
 
 class Engine:
-    """Serves requests; `counters` and `pool.counts` say what it did."""
+    """Serves requests; `counters` and `pool.counts` say what it did, `tracker.counters` what was checked.
 
-    def __init__(self, model: Model, pool: PagePool, options: EngineOptions | None = None) -> None:
+    tracker  None where nothing is checked. One of tags may be taken out between two steps and put back between others.
+    """
+
+    def __init__(
+        self, model: Model, pool: PagePool, options: EngineOptions | None = None, tracker: StepTracker | None = None
+    ) -> None:
         options = options or EngineOptions()
+        checked = options.integrity is not IntegrityLevel.OFF
+        self.tracker = tracker or (StepTracker(pool, options.integrity) if checked else None)
         self.pool = pool
         self.counters = Counters()
-        self._model, self._batched = model, options.batched
+        self._config = model.config
+        self._computer = Computer(model, pool, options.batched, options.fp8_query)
         exact = SchedulerOptions(options.chunk_size, not options.batched, options.share_prefixes)
         self._scheduler = Scheduler(pool, exact, self.counters)
         self._requests: dict[int, Request] = {}
@@ -96,12 +98,13 @@ class Engine:
 
         `pages` hold the first tokens of the prompt, or all; they are used if the pool has room for them now. Raises
         RequestError for a request that could never be served: an empty prompt, a token that the model does not have,
-        more tokens than the model or the pool hold; CacheError for pages that are not the pool's kind.
+        more tokens than the model or the pool hold; CacheError for pages that are not the pool's kind, IntegrityError
+        for pages that do not hold what was put into them.
         """
         table = BlockTable(self.pool)
         request = Request(self._next, tuple(prompt), max_new_tokens, sampling, frozenset(stop), table)
         try:
-            self._check(request)
+            check_request(prompt, max_new_tokens, self._config, self.pool.spec, self.pool.num_pages)
         except RequestError:
             self.counters.refused += 1
             raise
@@ -111,15 +114,22 @@ class Engine:
         return request.number
 
     def export(self, number: int) -> PageSet:
-        """Copies of the pages of a request that is not finished, with what is computed so far."""
-        request = self._find(number)
-        return export_pages(self.pool, request.table.pages, request.tokens[: request.computed])
+        """Copies of the pages of a request that is not finished, with what is computed so far.
+
+        Raises IntegrityError for a page that is not the request's any more.
+        """
+        request = self._find_live(number)
+        if self.tracker:
+            self.tracker.require_own(request)
+        pages = export_pages(self.pool, request.table.pages, request.tokens[: request.computed])
+        pages.digests = self.tracker.digests(request) if self.tracker else None
+        return pages
 
     def fork(self, number: int, sampling: Sampling) -> int:
         """Go on from a request that is not finished in another way too; the other's number. Pages are shared."""
-        origin = self._find(number)
-        if origin.finish:
-            raise RequestError(f"request {number} is finished and cannot be forked")
+        origin = self._find_live(number)
+        if self.tracker:
+            self.tracker.require_own(origin)
         table = origin.table.fork(origin.computed)
         request = replace(origin, number=self._next, sampling=sampling, table=table, tokens=[*origin.tokens])
         self._accept(request)
@@ -138,8 +148,10 @@ class Engine:
         if not passes and self._scheduler.requests:
             raise RequestError("no request fits: all pages are held by others than the engine's requests")
         self.counters.steps += bool(passes)
-        for group in self._grouped(passes):
-            events += self._compute(group)
+        if passes:
+            with self.pool.allocator.step() as number:
+                for computed in self._computer.compute(passes, self.tracker, number):
+                    events += self._conclude(computed)
         return tuple(events)
 
     def take(self, number: int) -> Completion:
@@ -156,28 +168,22 @@ class Engine:
             for event in self.step():
                 on_event(event)
 
-    def _check(self, request: Request) -> None:
-        if not request.prompt or request.max_new_tokens < 1:
-            raise RequestError("a request needs a prompt of one token or more, and one new token or more")
-        config, size = self._model.config, self.pool.spec.page_size
-        if bad := [token for token in request.prompt if not 0 <= token < config.vocab]:
-            raise RequestError(f"token {bad[0]} is not one of the model's {config.vocab:,}")
-        sizes = f"{len(request.prompt):,} tokens of prompt and {request.max_new_tokens:,} new ones"
-        if config.max_length is not None and request.most_tokens + 1 > config.max_length:
-            raise RequestError(f"{sizes} are more than the model's {config.max_length:,}", hint="Ask for fewer tokens.")
-        needed = self.pool.spec.pages_for(request.most_tokens)
-        if needed > self.pool.num_pages:
-            raise RequestError(
-                f"{sizes} need {needed:,} pages of {size} tokens, and the pool has {self.pool.num_pages:,}",
-                hint="Ask for fewer tokens, or give the pool more memory.",
-            )
-
     def _open(self, pages: PageSet, request: Request) -> None:
         if pages.tokens != request.prompt[: len(pages.tokens)]:
             raise RequestError("the pages hold other tokens than those that the prompt begins with")
         if table := pages.open(self.pool):
             request.table = table
             request.computed = min(len(pages.tokens), len(request.prompt) - 1)  # the last one gives the logits
+            self._check_given(request, pages)
+
+    def _check_given(self, request: Request, pages: PageSet) -> None:
+        try:
+            if self.tracker:
+                self.tracker.note_given(request, pages)
+        except IntegrityError:
+            request.table.release()
+            self.counters.refused += 1
+            raise
 
     def _accept(self, request: Request) -> None:
         self._requests[request.number] = request
@@ -190,30 +196,27 @@ class Engine:
             raise RequestError(f"there is no request {number}")
         return self._requests[number]
 
-    def _grouped(self, passes: Sequence[Pass]) -> list[list[Pass]]:
-        """The passes that go through the model together."""
-        if not self._batched:
-            return [[planned] for planned in passes]
-        decoding = [planned for planned in passes if planned.is_decode]
-        return [[planned] for planned in passes if not planned.is_decode] + ([decoding] if decoding else [])
+    def _find_live(self, number: int) -> Request:
+        request = self._find(number)
+        if request.finish:
+            raise RequestError(f"request {number} is finished and has no pages")
+        return request
 
-    def _compute(self, group: Sequence[Pass]) -> list[Event]:
-        device = self.pool.device
-        tokens = [token for planned in group for token in planned.request.tokens[planned.start : planned.stop]]
-        positions = [position for planned in group for position in range(planned.start, planned.stop)]
-        cache = PagedCache(self.pool, [planned.segment for planned in group])
-        given = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
-        hidden = self._model.forward(*given, cache)
-        last, row = [], -1
-        for planned in group:
-            self._scheduler.advance(planned)
-            row += planned.stop - planned.start
-            if planned.stop == len(planned.request.tokens):
-                last.append((planned.request, row))
-        if not last:
+    def _conclude(self, computed: Computed) -> list[Event]:
+        """What comes of a pass: its pages can be found and its request has a token, unless it was hit."""
+        request, tracker, hit = computed.done.request, self.tracker, computed.hit
+        if request.finish:  # while it was computed
             return []
-        logits = self._model.logits(hidden[[row for _, row in last]])
-        return [self._extend(request, row) for (request, _), row in zip(last, logits, strict=True)]
+        if tracker and hit:
+            if tracker.allows_retry(request, hit, self.counters.steps):
+                request.retried += 1
+                self._scheduler.restart(request)
+                return []
+            return [self._end(request, Finish.FAILED, tracker.error(request, hit))]
+        if tracker:
+            tracker.note_computed(computed.done)
+        self._scheduler.advance(computed.done)
+        return [] if computed.logits is None else [self._extend(request, computed.logits)]
 
     def _extend(self, request: Request, logits: torch.Tensor) -> Event:
         """Give a request its next token."""
@@ -232,6 +235,8 @@ class Engine:
         """The one way in which a request ends and its pages come back."""
         request.finish, request.error = finish, error
         self._scheduler.remove(request)
+        if self.tracker:
+            self.tracker.forget(request.number)
         self.counters.aborted += finish is Finish.ABORTED
         self.counters.failed += finish is Finish.FAILED
         self.counters.finished += finish in (Finish.STOP, Finish.LENGTH)

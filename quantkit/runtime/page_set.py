@@ -20,11 +20,13 @@ class PageSet:
     tokens    of the request, whose numbers the pages hold
     tensors   by layer and part, [pages, page_size, ...]
     complete  whether all pages were filled and the set was sealed
+    digests   of each page, where its pool knows what it ought to hold: what is compared when the set is used
     """
 
     def __init__(self, spec: CacheSpec, tokens: Sequence[int]) -> None:
         self.spec, self.tokens = spec, tuple(tokens)
         self.complete = False
+        self.digests: tuple[int, ...] | None = None
         self._count = spec.pages_for(len(self.tokens))
         self._filled: set[int] = set()
         self.tensors = {

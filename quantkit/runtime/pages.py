@@ -11,7 +11,7 @@ is, with a scale for each token.) A slot is a row's number in the pool: page * p
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +72,7 @@ def cache_spec(config: ModelConfig, dtype: torch.dtype, page_size: int, scales: 
         raise UsageError(f"a page of {page_size} tokens holds nothing")
     if len(scales.layers) != config.layers:
         raise CacheError(f"there are KV scales for {len(scales.layers)} layers, and the model has {config.layers}")
-    if dtype is not FP8 and any((layer.key, layer.value) != (1.0, 1.0) for layer in scales.layers):
+    if dtype is not FP8 and not all(layer.is_one for layer in scales.layers):
         raise CacheError(f"pages of {dtype} are not scaled, and the KV scales are not 1", hint="Use FP8 pages.")
     parts: list[Part] = []
     for layer in range(config.layers):
@@ -90,12 +90,14 @@ class PagePool:
     """Pages of one spec on one device, and who has them.
 
     counts  int64 [3]: values that saturated, NaN values and refused rows of all that was written
+    copied  is told of a page that was copied to another one
     """
 
     def __init__(self, spec: CacheSpec, num_pages: int, device: torch.device | str = "cpu") -> None:
         self.spec = spec
         self.device = torch.device(device)
         self.allocator = Allocator(num_pages)
+        self.copied: Callable[[int, int], None] = lambda source, target: None
         self.counts = torch.zeros(COUNTED, dtype=torch.int64, device=device)
         self.tensors = {
             (part.layer, part.name): torch.empty(
@@ -128,14 +130,19 @@ class PagePool:
             raise CacheError(f"tokens {start} to {stop} do not lie in {len(pages)} pages of {size}")
         if bad := [page for page in pages if not 0 <= page < self.num_pages]:
             raise CacheError(f"page {bad[0]} is not in a pool of {self.num_pages}")
+        return self.locate(torch.tensor(pages, dtype=torch.int64, device=self.device), start, stop)
+
+    def locate(self, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """`slots` of a request whose pages are `table`, whole numbers [pages], without a look at what they are."""
+        size = self.spec.page_size
         position = torch.arange(start, stop, device=self.device)
-        table = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        return table[position // size] * size + position % size
+        return table[position // size].long() * size + position % size
 
     def copy(self, source: int, target: int) -> None:
         """Copy the bytes of a page to another one."""
         for tensor in self.tensors.values():
             tensor[target].view(torch.uint8).copy_(tensor[source].view(torch.uint8))
+        self.copied(source, target)
 
 
 def open_pool(spec: CacheSpec, memory: int, device: torch.device | str = "cpu") -> PagePool:

@@ -1,9 +1,12 @@
 """What is asked of the engine, how far it is, and how it ended."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.models.config import ModelConfig
+from quantkit.runtime.pages import CacheSpec
 from quantkit.runtime.sampling import Sampling
 from quantkit.runtime.tables import BlockTable
 
@@ -25,6 +28,7 @@ class Request:
     computed  how many of them are in its pages
     reached   how many of them ever were
     prefixes  the hash of each page of the prompt that may be shared
+    retried   how often it was computed again because a page was not sound
     """
 
     number: int
@@ -37,6 +41,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     reached: int = 0
+    retried: int = 0
     finish: Finish | None = None
     error: QuantkitError | None = None
 
@@ -47,11 +52,6 @@ class Request:
     def generated(self) -> tuple[int, ...]:
         """The tokens after the prompt."""
         return tuple(self.tokens[len(self.prompt) :])
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens that its pages will hold; the last one generated is never computed."""
-        return len(self.prompt) + self.max_new_tokens - 1
 
 
 @dataclass(frozen=True)
@@ -94,3 +94,28 @@ class Counters:
     decode_tokens: int = 0
     shared_tokens: int = 0
     repeated_tokens: int = 0
+
+
+def most_tokens(prompt: Sequence[int], max_new_tokens: int) -> int:
+    """The most tokens that a request's pages will hold; the last one generated is never computed."""
+    return len(prompt) + max_new_tokens - 1
+
+
+def check_request(
+    prompt: Sequence[int], max_new_tokens: int, config: ModelConfig, spec: CacheSpec, num_pages: int
+) -> None:
+    """Raise RequestError for what a model and a pool of `num_pages` pages could never serve."""
+    if not prompt or max_new_tokens < 1:
+        raise RequestError("a request needs a prompt of one token or more, and one new token or more")
+    if bad := [token for token in prompt if not 0 <= token < config.vocab]:
+        raise RequestError(f"token {bad[0]} is not one of the model's {config.vocab:,}")
+    sizes = f"{len(prompt):,} tokens of prompt and {max_new_tokens:,} new ones"
+    most = most_tokens(prompt, max_new_tokens)
+    if config.max_length is not None and most + 1 > config.max_length:
+        raise RequestError(f"{sizes} are more than the model's {config.max_length:,}", hint="Ask for fewer tokens.")
+    needed = spec.pages_for(most)
+    if needed > num_pages:
+        raise RequestError(
+            f"{sizes} need {needed:,} pages of {spec.page_size} tokens, and the pool has {num_pages:,}",
+            hint="Ask for fewer tokens, or give the pool more memory.",
+        )

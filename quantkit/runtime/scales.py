@@ -32,8 +32,8 @@ _POWERS = "Give the nearest power of two; k_scale alone may be any number."
 class LayerScales:
     """What the keys and the values of one layer are divided by.
 
-    latent, rope  powers of two for the parts of MLA's row: one number, or one for each channel as the row has them. Both
-                  or neither; where they are given, they are used instead of `key`
+    latent, rope  powers of two for the parts of MLA's row: one number, or one for each channel as the row has them.
+                  Both or neither; where they are given, they are used instead of `key`
 
     Raises CacheError for a number that is not positive and finite, and for a part that is no power of two.
     """

@@ -90,6 +90,13 @@ class Scheduler:
         (self._running if request in self._running else self._waiting).remove(request)
         request.table.release()
 
+    def restart(self, request: Request) -> None:
+        """Take a running request's pages back, and let it wait: all its tokens are computed again."""
+        self._running.remove(request)
+        request.table.release()
+        request.computed = 0
+        insort(self._waiting, request, key=_number)
+
     def plan(self) -> list[Pass]:
         """What to compute in this step, with room for it; empty only if there is no request."""
         self._admit()
@@ -118,7 +125,8 @@ class Scheduler:
         request.reached = max(request.reached, done.stop)
         last = min(done.stop // size, len(request.prefixes))
         for page in range(done.start // size, last):
-            self._pool.allocator.publish(request.table.pages[page], request.prefixes[page])
+            if request.table.is_current(page):
+                self._pool.allocator.publish(request.table.pages[page], request.prefixes[page])
 
     def _admit(self) -> None:
         allocator, spec = self._pool.allocator, self._pool.spec
@@ -151,17 +159,12 @@ class Scheduler:
         """Preempt the youngest until the pass has its pages; False if that was the request itself."""
         request = planned.request
         while not request.table.prepare(planned.start, planned.stop):
-            victim = self._running.pop()
-            self._preempt(victim)
+            victim = self._running[-1]
+            self.restart(victim)
+            self._counters.preempted += 1
             if victim is request:
                 return False
         return True
-
-    def _preempt(self, request: Request) -> None:
-        request.table.release()
-        request.computed = 0
-        self._counters.preempted += 1
-        insort(self._waiting, request, key=_number)
 
 
 def _number(request: Request) -> int:

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 
-from quantkit.errors import CacheError
 from quantkit.runtime.pages import PagePool
 
 
@@ -25,6 +24,8 @@ class BlockTable:
 
     def is_current(self, position: int) -> bool:
         """Whether the page at a logical position is the one that the pool gave, and still the request's."""
+        if position >= min(len(self.pages), len(self.given)):
+            return False
         page = self.given[position]
         return self.pages[position] == page and self.generations[position] == self._pool.allocator.generations[page]
 
@@ -56,18 +57,16 @@ class BlockTable:
             self._add(allocator.take())
         return True
 
+    def first_stale(self, tokens: int) -> int | None:
+        """Of the pages of the first `tokens`, the first position whose page is not the request's any more."""
+        positions = range(self._pool.spec.pages_for(tokens))
+        return next((position for position in positions if not self.is_current(position)), None)
+
     def fork(self, tokens: int) -> "BlockTable":
-        """Another table that shares the pages of the first `tokens`; CacheError if one is not the request's."""
-        self.require_current(tokens)
+        """Another table that shares the pages of the first `tokens`, none of which is stale."""
         other = BlockTable(self._pool)
         other.adopt(self.pages[: self._pool.spec.pages_for(tokens)])
         return other
-
-    def require_current(self, tokens: int) -> None:
-        """Raise CacheError unless the pages of the first `tokens` are the request's."""
-        for position in range(self._pool.spec.pages_for(tokens)):
-            if not self.is_current(position):
-                raise CacheError(f"page {self.pages[position]} at position {position} is not the request's any more")
 
     def release(self) -> None:
         """Give all pages back that are still the request's; safe to repeat."""

@@ -1,0 +1,63 @@
+"""What the checks did and found: numbers in memory, which become Prometheus text or JSON when they are asked for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quantkit.report import Report
+from quantkit.runtime.integrity.causes import Cause
+
+
+@dataclass(frozen=True)
+class IntegrityReport(Report):
+    """What the checks did and found.
+
+    steps            that were checked before they read pages
+    pages            that were compared in them
+    faults           by cause; of late writes, rows that were refused
+    retries          requests that were hit and computed again
+    retries_refused  requests that were hit and had no retry left
+    """
+
+    level: str
+    steps: int
+    pages: int
+    faults: dict[str, int]
+    retries: int
+    retries_refused: int
+
+
+class IntegrityCounters(Collector):
+    """The numbers of one pool, with a registry of their own."""
+
+    def __init__(self) -> None:
+        self.steps = self.pages = self.retries = self.retries_refused = 0
+        self.faults = dict.fromkeys(Cause, 0)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The counters in Prometheus' terms."""
+        faults = CounterMetricFamily("quantkit_integrity_faults", "Faults that the checks found.", labels=["cause"])
+        for cause, count in self.faults.items():
+            faults.add_metric([cause], count)
+        yield faults
+        for name, count, text in (
+            ("steps", self.steps, "Steps that were checked before they read pages."),
+            ("pages", self.pages, "Pages that were compared."),
+            ("retries", self.retries, "Requests that were hit and computed again."),
+            ("retries_refused", self.retries_refused, "Requests that were hit and had no retry left."),
+        ):
+            yield CounterMetricFamily(f"quantkit_integrity_{name}", text, value=count)
+
+    def to_prometheus(self) -> str:
+        """Prometheus' text format."""
+        return generate_latest(self.registry).decode()
+
+    def report(self, level: str) -> IntegrityReport:
+        """The counters as they are now."""
+        faults = {str(cause): count for cause, count in self.faults.items()}
+        return IntegrityReport(level, self.steps, self.pages, faults, self.retries, self.retries_refused)
