@@ -56,7 +56,8 @@ class Backend(Protocol):
         """Notes on how the arms are measured; a QuantkitError for what cannot be. No weights are read."""
 
     def pages(self, arm: Arm) -> dict[str, str]:
-        """`kv`, and of FP8 pages `scales`, where these are from, and `scales_digest`; empty without pages."""
+        """`kv`, and of FP8 pages `scales`, where these are from, `scales_digest`, and `query` if it is FP8, too; empty
+        without pages."""
 
     def load(self, arm: Arm) -> Loaded:
         """The arm's model and tokenizer."""
@@ -114,12 +115,14 @@ class _Runtime:
         scales, kv = self._specs[arm].scales, str(arm.cache.kv)
         if arm.cache.kv is not KvDtype.FP8:
             return {"kv": kv}
-        return {"kv": kv, "scales": scales.source, "scales_digest": scales.digest}
+        query = {"query": kv} if arm.cache.fp8_query else {}
+        return {"kv": kv, **query, "scales": scales.source, "scales_digest": scales.digest}
 
     def load(self, arm: Arm) -> Loaded:
         if arm.folder not in self._decoders:
             self._decoders[arm.folder] = load_decoder(arm.folder, torch.float32)
-        model = PagedModel(self._decoders[arm.folder], self._specs[arm], stop_tokens(arm.folder))
+        decoder, spec = self._decoders[arm.folder], self._specs[arm]
+        model = PagedModel(decoder, spec, stop_tokens(arm.folder), arm.cache.fp8_query)
         return Loaded(model, load_tokenizer(arm.folder))
 
 

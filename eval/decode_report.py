@@ -137,13 +137,3 @@ def _spread(values: tuple[float, ...], digits: int) -> tuple[str, str]:
         return "", ""
     low, high = min(values), max(values)
     return f"{statistics.median(values):,.{digits}f}", f"{low:,.{digits}f} to {high:,.{digits}f}"
-
-
-def markdown(report: DecodeReport) -> str:
-    """The tables as Markdown."""
-    parts = []
-    for table in report.tables():
-        headings = [heading.rstrip(":") for heading in table.headings]
-        lines = [headings, ["---"] * len(headings), *table.rows]
-        parts.append("\n".join((f"{table.title}\n", *(f"| {' | '.join(cells)} |" for cells in lines))))
-    return "\n\n".join(parts) + "\n"

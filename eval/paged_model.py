@@ -16,7 +16,7 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.models.decoder import Decoder
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.engine import Engine, EngineOptions
 from quantkit.runtime.paged_cache import PagedCache, Segment
 from quantkit.runtime.pages import COUNTED, CacheSpec, PagePool
 from quantkit.runtime.sampling import GREEDY, Sampling
@@ -27,18 +27,19 @@ _NO_MATTER = {"attention_mask", "pad_token_id", "use_cache"}  # of transformers'
 
 
 class PagedModel:
-    """`decoder` over pages of `spec`.
+    """`decoder` over pages of `spec`; `fp8_query` as `PagedCache`.
 
+    counts             int64 [3], as `PagePool` has them, of all that was written since they were last taken
     config             how many tokens the model is for, where transformers' config says it
     generation_config  the tokens that end an answer
     """
 
-    def __init__(self, decoder: Decoder, spec: CacheSpec, ends: Sequence[int]) -> None:
+    def __init__(self, decoder: Decoder, spec: CacheSpec, ends: Sequence[int], fp8_query: bool = False) -> None:
         self.config = SimpleNamespace(max_position_embeddings=decoder.config.max_length)
         self.generation_config = SimpleNamespace(eos_token_id=list(ends))
         self.device = decoder.device
-        self._decoder, self._spec = decoder, spec
-        self._counts = torch.zeros(COUNTED, dtype=torch.int64, device=decoder.device)
+        self._decoder, self._spec, self._fp8_query = decoder, spec, fp8_query
+        self.counts = torch.zeros(COUNTED, dtype=torch.int64, device=decoder.device)
 
     def __call__(self, tokens: torch.Tensor) -> Any:
         """`logits` float32 [B, T, vocab] of the windows `tokens` [B, T], each a request of its own."""
@@ -77,7 +78,7 @@ class PagedModel:
         [prompt] = input_ids.tolist()
         sampling = Sampling(temperature, top_p, int(torch.randint(1 << 62, ()))) if do_sample else GREEDY
         pool = PagePool(self._spec, self._spec.pages_for(max_length), self.device)
-        engine = Engine(self._decoder, pool)
+        engine = Engine(self._decoder, pool, EngineOptions(fp8_query=self._fp8_query))
         number = engine.submit(prompt, max_length - len(prompt), sampling, self.generation_config.eos_token_id)
         while engine.busy:
             for event in engine.step():
@@ -87,13 +88,13 @@ class PagedModel:
                     input_ids = torch.cat([input_ids, input_ids.new_tensor([[event.token]])], dim=1)
                     if not event.finish and stopping_criteria(input_ids, None):
                         engine.abort(number)
-        self._counts += pool.counts
+        self.counts += pool.counts
         return input_ids
 
     def take_remarks(self) -> tuple[str, ...]:
         """What is to be said of the values written to pages since this was last asked."""
-        saturated, nan, _ = self._counts.tolist()
-        self._counts.zero_()
+        saturated, nan, _ = self.counts.tolist()
+        self.counts.zero_()
         remarks = (
             (saturated, "values written to the pages were beyond what FP8 holds with these KV scales: clamped"),
             (nan, "values written to the pages are not numbers"),
@@ -115,10 +116,10 @@ class PagedModel:
             segments = [Segment(pages[number], start, stop) for number, stop in zip(here, stops, strict=True)]
             tokens = torch.tensor([token for row in given for token in row], device=self.device)
             positions = torch.cat([torch.arange(start, stop, device=self.device) for stop in stops])
-            hidden = self._decoder.forward(tokens, positions, PagedCache(pool, segments))
+            hidden = self._decoder.forward(tokens, positions, PagedCache(pool, segments, fp8_query=self._fp8_query))
             for number, part in zip(here, hidden.split([len(row) for row in given]), strict=True):
                 parts[number].append(part)
-        self._counts += pool.counts
+        self.counts += pool.counts
         return [torch.cat(states) for states in parts]
 
 

@@ -277,7 +277,8 @@ class AccuracyReport(Report):
     distribution           next-token distributions on a text, when they were compared
     settings               what both runs share: backend, versions of harness and libraries, seed, few-shot, sampling
     seconds                wall time of each stage; 0 where a result came from the cache
-    pages                  of `candidate` and `baseline` by the runtime: `kv`, and of FP8 `scales` and `scales_digest`
+    pages                  of `candidate` and `baseline` by the runtime: `kv`, and of FP8 `scales` and `scales_digest`;
+                           `query` where queries are FP8, too
     """
 
     candidate: str

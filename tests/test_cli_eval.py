@@ -236,10 +236,10 @@ def test_options_reach_the_gate(run: Eval, tmp_path: Path) -> None:
 
 
 def test_pages_reach_the_gate(run: Eval) -> None:
-    """The runtime's pages and KV scales go to the arm that they are for; without them both have BF16 pages."""
+    """The runtime's pages, KV scales and rounded queries go to the arm that they are for; else pages are BF16."""
     for options in (
-        "--kv fp8 --kv-scale 0.5",
-        "--baseline-kv fp8 --baseline-kv-scales scales.json",
+        "--kv fp8 --kv-scale 0.5 --fp8-query",
+        "--baseline-kv fp8 --baseline-kv-scales scales.json --baseline-fp8-query",
         "--kv fp8 --kv-scales mine.json --baseline-kv fp8 --baseline-kv-scale 2",
     ):
         run("INT4", "--baseline", "FP8", "--backend", "runtime", *options.split())
@@ -247,8 +247,8 @@ def test_pages_reach_the_gate(run: Eval) -> None:
     asked = [call["options"] for call in run.calls]
     assert {options.backend for options in asked} == {"runtime"}
     assert [(options.cache, options.baseline_cache) for options in asked] == [
-        (CacheOptions(KvDtype.FP8, 0.5), CacheOptions()),
-        (CacheOptions(), CacheOptions(KvDtype.FP8, None, Path("scales.json"))),
+        (CacheOptions(KvDtype.FP8, 0.5, fp8_query=True), CacheOptions()),
+        (CacheOptions(), CacheOptions(KvDtype.FP8, None, Path("scales.json"), fp8_query=True)),
         (CacheOptions(KvDtype.FP8, None, Path("mine.json")), CacheOptions(KvDtype.FP8, 2.0)),
     ]
 

@@ -18,10 +18,11 @@ from quantkit.checkpoint.source import open_source
 from quantkit.cli import main
 from quantkit.errors import NotComparable, OutputError, UsageError
 from quantkit.eval import decode_speed, decode_turns
-from quantkit.eval.decode_report import DecodeReport, Speed, WeightBytes, markdown
+from quantkit.eval.decode_report import DecodeReport, Speed, WeightBytes
 from quantkit.eval.decode_speed import Options, bench_decode, measure, random_checkpoints, weigh
 from quantkit.eval.decode_turns import Arm, Turns, compare_decode, compare_prefill, make_row
 from quantkit.eval.random_model import Shape, shape_of_size, write_random
+from quantkit.eval.report_files import markdown
 from quantkit.models import Cache, load
 from quantkit.runtime import EngineOptions, cache_spec, unscaled
 
@@ -140,7 +141,7 @@ def test_arm_that_stops_early_is_invalid() -> None:
     assert "first because request 0: the logits" in report.problems[0]
     assert report.problems[0].startswith("decode, 1 requests: INT4: 1 requests failed")
     assert "decode, 1 requests: FP8 made 4 tokens, INT4 made 2 tokens, and both should have made 4" in report.problems
-    assert "INVALID: decode" in markdown(report)
+    assert "INVALID: decode" in markdown(report.tables())
 
 
 def test_warm_prefix_cache_is_invalid() -> None:
@@ -189,7 +190,7 @@ def test_pool_that_runs_out_is_a_row() -> None:
     assert 4 < last.baseline.running < 8
     assert (last.baseline.turns, last.ratios) == ((), ())
     assert len(last.candidate.turns) == 2
-    assert f"| out of memory ({last.baseline.running} of 8 fit) |" in markdown(report)
+    assert f"| out of memory ({last.baseline.running} of 8 fit) |" in markdown(report.tables())
 
 
 @pytest.mark.parametrize("requests", [(1,), (2, 3), (1, 8, 16, 32, 64)])
@@ -336,7 +337,7 @@ def test_command_writes_its_report(run: Runner, made_up: tuple[Path, Path], tmp_
     assert (tmp_path / "report.json").read_text() == out
     report = DecodeReport.from_json(out)
     assert (report.baseline.name, report.candidate.name) == ("fp8", "int4")
-    assert (tmp_path / "report.md").read_text() == markdown(report)
+    assert (tmp_path / "report.md").read_text() == markdown(report.tables())
 
 
 def test_command_makes_a_model(run: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from triton_support import Guards, guards
 from quantkit import ops
 from quantkit.formats import fp8_block, nvfp4
 from quantkit.kernels import pages as layouts
-from quantkit.kernels.cpu_linear import fp8_block_linear, int4_linear, nvfp4_linear, pack_int4
+from quantkit.kernels.cpu_linear import fp8_block_linear, int4_linear, nvfp4_linear
 from quantkit.kernels.gpu import fp8_block_dequantize, int4_dequantize, nvfp4_dequantize, w4a16_gemv, w4a16_matmul
 from quantkit.kernels.gpu.kv_write import write_gqa, write_mla
 from quantkit.kernels.gpu.page_digest import page_digest
@@ -107,10 +107,10 @@ def compiled(guarded: Guards) -> dict[str, torch.Tensor]:
         result |= {name: packed.clone(), f"{name}, scales": scales.clone()}
     x = guarded(torch.randn(5, 288).bfloat16())
     signed = scales.view(BF16)
-    result["int4 product"] = int4_linear(x, pack_int4(packed, signed))
+    result["int4 product"] = int4_linear(x, packed, signed)
     result["fp8 product"] = fp8_block_linear(x, codes.view(E4M3), scale, block)
     bytes_, blocks = guarded(torch.randint(0, 256, (3, 144)).to(torch.uint8)), guarded(ALL_BYTES[:54].view(3, 18))
-    result["nvfp4 product"] = nvfp4_linear(x, bytes_, blocks.view(E4M3), 1.0)
+    result["nvfp4 product"] = nvfp4_linear(x, bytes_, blocks.view(E4M3), torch.tensor(1.0))
     return result
 
 
@@ -290,7 +290,11 @@ def test_small_block_scales_are_not_flushed(kernel: str, dtype: torch.dtype) -> 
     codes = torch.arange(16).to(torch.uint8).view(16, 1).expand(16, 128).contiguous()
     packed, scale = nvfp4.pack(codes), SCALES.expand(16, 8).contiguous().view(E4M3)
     x = torch.eye(128)[PLACES].to(dtype)
-    y = nvfp4_linear(x, packed, scale, 1.0) if kernel == "cpu" else PRODUCTS[kernel](x, packed, scale, torch.ones(1))
+    y = (
+        nvfp4_linear(x, packed, scale, torch.tensor(1.0))
+        if kernel == "cpu"
+        else PRODUCTS[kernel](x, packed, scale, torch.ones(1))
+    )
 
     expected = nvfp4.dequantize(codes, scale, 0, torch.float64)[:, PLACES].T
     assert y.dtype == dtype

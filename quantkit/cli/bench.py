@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.options import Json, parse_bytes
-from quantkit.errors import NotComparable, UsageError
+from quantkit.errors import CheckFailed, NotComparable, UsageError
 
 Checkpoint = Annotated[
     Path | None,
@@ -30,15 +30,22 @@ SizeGb = Annotated[float, typer.Option("--size-gb", min=0.1, help="Of the made-u
 Folder = Annotated[Path | None, typer.Option("--folder", help="Where the made-up checkpoints are written.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Leave them there, in the folders fp8 and int4.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Of the products; by default torch decides.")]
+Timed = Annotated[
+    Path | None, typer.Argument(help="The folder of a checkpoint; without one, a made-up GLM.", show_default=False)
+]
+Pairs = Annotated[int, typer.Option("--pairs", min=1, help="Of steps with off and with tags, for each row.")]
+ContentPairs = Annotated[int, typer.Option("--content-pairs", min=0, help="With off and with content; 0: none.")]
+OneThread = Annotated[int, typer.Option("--threads", min=1, help="Of the products; CPU time is of all of them.")]
 Output = Annotated[Path | None, typer.Option("--output", help="A folder for report.json and report.md.")]
 
 bench = typer.Typer(
     name="bench",
     help=(
-        "Measure the runtime: how fast checkpoints of one model decode.\n\n"
+        "Measure the runtime: how fast checkpoints of one model decode, and what checking pages costs.\n\n"
         "Examples:\n\n"
         "quantkit bench decode\n\n"
-        "quantkit bench decode ./GLM-5.2-INT4 --baseline ./GLM-5.2-FP8"
+        "quantkit bench decode ./GLM-5.2-INT4 --baseline ./GLM-5.2-FP8\n\n"
+        "quantkit bench integrity"
     ),
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -81,19 +88,54 @@ def decode(
         )
     from quantkit import console
     from quantkit.eval import decode_speed
-    from quantkit.eval.decode_report import markdown
     from quantkit.eval.decode_turns import Turns
-    from quantkit.eval.report_files import write_report_files
+    from quantkit.eval.report_files import markdown, write_report_files
 
     turns = Turns(prompt_tokens, new_tokens, rounds)
     options = decode_speed.Options(counts, turns, prefill_tokens, nbytes, page_size, threads)
     with _checkpoints(checkpoint, baseline, folder, size_gb, keep) as (source, converted):
         report = decode_speed.bench_decode(converted, source, options, console.tell)
     if output is not None:
-        write_report_files(report, markdown(report), output)
+        write_report_files(report, markdown(report.tables()), output)
     console.show(report, as_json=as_json)
     if not report.valid:
         raise NotComparable(f"the run is INVALID: {report.problems[0]}")
+
+
+@bench.command()
+def integrity(
+    checkpoint: Timed = None,
+    requests: Requests = "1,2,4,8",
+    pairs: Pairs = 20_000,
+    content_pairs: ContentPairs = 200,
+    prompt_tokens: PromptTokens = 1_500,
+    page_size: PageSize = 16,
+    threads: OneThread = 1,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """What it costs to check pages before they are read: decode steps with and without, in turn, with 95 % intervals.
+
+    Leaves with exit code 3 if tags may cost 1 % or more of throughput or p95 in CPU time, or off differs from itself.
+
+    Examples:
+
+    quantkit bench integrity
+
+    quantkit bench integrity ./GLM-5.2-INT4 --requests 8 --pairs 2000
+    """
+    counts = _numbers(requests)
+    from quantkit import console
+    from quantkit.eval.integrity_cost import Options, bench_integrity
+    from quantkit.eval.report_files import markdown, write_report_files
+
+    options = Options(counts, pairs, content_pairs, prompt_tokens, page_size, threads)
+    report = bench_integrity(checkpoint, options, console.tell)
+    if output is not None:
+        write_report_files(report, markdown(report.tables()), output)
+    console.show(report, as_json=as_json)
+    if not report.passed:
+        raise CheckFailed(report.problems[0])
 
 
 @contextmanager

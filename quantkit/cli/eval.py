@@ -34,9 +34,13 @@ Backend = Annotated[
 Kv = Annotated[KvDtype, typer.Option("--kv", help="What the pages of the candidate's cache hold, by the runtime.")]
 KvScale = Annotated[float | None, typer.Option("--kv-scale", help="One scale for all layers of FP8 pages.")]
 KvScales = Annotated[Path | None, typer.Option("--kv-scales", help="The file of the FP8 pages' scales.")]
+Fp8Query = Annotated[
+    bool, typer.Option("--fp8-query", help="Round the candidate's queries to E4M3, too, as many engines do.")
+]
 BaselineKv = Annotated[KvDtype, typer.Option("--baseline-kv", help="The same for the baseline.")]
 BaselineKvScale = Annotated[float | None, typer.Option("--baseline-kv-scale", help="The same for the baseline.")]
 BaselineKvScales = Annotated[Path | None, typer.Option("--baseline-kv-scales", help="The same for the baseline.")]
+BaselineFp8Query = Annotated[bool, typer.Option("--baseline-fp8-query", help="The same for the baseline.")]
 
 
 def evaluate(
@@ -56,9 +60,11 @@ def evaluate(
     kv: Kv = KvDtype.BF16,
     kv_scale: KvScale = None,
     kv_scales: KvScales = None,
+    fp8_query: Fp8Query = False,
     baseline_kv: BaselineKv = KvDtype.BF16,
     baseline_kv_scale: BaselineKvScale = None,
     baseline_kv_scales: BaselineKvScales = None,
+    baseline_fp8_query: BaselineFp8Query = False,
     output: Output = None,
     history: HistoryFile = None,
     no_history: NoHistory = False,
@@ -94,8 +100,8 @@ def evaluate(
         suite or (None if tasks or text else "quick"),
         tuple(TaskSpec.parse(task) for task in tasks or ()),
         *(text, window, max_tokens, limit, seed, chat_template, rule, max_drop / 100, backend),
-        CacheOptions(kv, kv_scale, kv_scales),
-        CacheOptions(baseline_kv, baseline_kv_scale, baseline_kv_scales),
+        CacheOptions(kv, kv_scale, kv_scales, fp8_query=fp8_query),
+        CacheOptions(baseline_kv, baseline_kv_scale, baseline_kv_scales, fp8_query=baseline_fp8_query),
     )
     kept = None if no_history else history or data / known.FILE
     report = gate.evaluate(candidate, baseline, options, history=kept, data_folder=data, tell=console.tell)

@@ -1,20 +1,22 @@
 """The one place that multiplies with a stored weight: x @ W^T for each encoding, dense and for routed experts.
 
-The reference decodes a weight, then calls torch. Activations stay in their dtype: nothing here quantizes them, also
-where a checkpoint's config would have an engine do so (W8A8, W4A4).
+`quantkit.ops.linear` chooses the kernel. Activations stay in their dtype: nothing here quantizes them, also where a
+checkpoint's config would have an engine do so (W8A8, W4A4).
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
-from quantkit.models.packed import Packed, decode
+from quantkit.checkpoint.weights import Encoding
+from quantkit.models.packed import Packed
+from quantkit.ops import linear as ops
 
 
 def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] times a weight [N, K]: [T, N] of x's dtype."""
-    return F.linear(x, decode(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+    product = _multiply(x, weight, None)
+    return product if bias is None else product + bias.to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,18 @@ def expert_linear(x: torch.Tensor, weight: Packed, ids: torch.Tensor) -> torch.T
 
     weight  stacked [E, N, K]; only experts that are chosen are read
     """
-    chosen = ids.flatten()
-    rows = torch.arange(len(chosen), device=x.device) // (len(chosen) // len(x))
-    out = x.new_empty(len(chosen), weight.shape[0])
-    for expert in sorted(set(chosen.tolist())):
-        pairs = (chosen == expert).nonzero().squeeze(1)
-        out[pairs] = linear(x[rows[pairs]], weight.expert(expert))
-    return out
+    return _multiply(x, weight, ids)
+
+
+def _multiply(x: torch.Tensor, weight: Packed, ids: torch.Tensor | None) -> torch.Tensor:
+    codes, scale = weight.codes, weight.scale
+    if weight.encoding is Encoding.PLAIN:
+        return ops.plain(x, codes, ids)
+    assert scale is not None
+    if weight.encoding is Encoding.FP8:
+        assert weight.block is not None
+        return ops.fp8_block(x, codes, scale, weight.block, ids)
+    if weight.encoding is Encoding.INT4:
+        return ops.int4(x, codes, scale, ids)
+    assert weight.multiplier is not None
+    return ops.nvfp4(x, codes, scale, weight.multiplier, ids)

@@ -21,6 +21,7 @@ from quantkit.models.norm import RmsNorm
 from quantkit.models.packed import decode
 from quantkit.models.rope import rotate, score_factor
 from quantkit.models.shelf import Shelf
+from quantkit.ops.linear import heads
 
 _EPS = 1e-6
 
@@ -30,7 +31,7 @@ class Mla:
     """One layer's attention.
 
     q_a, q_norm  to the queries' latent, or None where queries have none
-    key_up       [heads, nope, kv_rank]
+    key_up       [heads, kv_rank, nope]
     value_up     [heads, value, kv_rank]
     indexer      of layers that select the tokens for themselves
     """
@@ -61,9 +62,9 @@ class Mla:
         step.cache.append_latent(self.layer, step.positions, latent, key)
         if self.indexer:
             selected = self.indexer.select(x, q_latent, step)
-        absorbed = torch.einsum("thn,hnr->thr", q_nope, self.key_up)
+        absorbed = heads(q_nope, self.key_up)
         attended = step.cache.attend_latent(self.layer, step.positions, absorbed, q_rope, self.scale, selected)
-        values = torch.einsum("thr,hvr->thv", attended, self.value_up)
+        values = heads(attended, self.value_up)
         return Attended(self.output(values.flatten(1)), selected)
 
 
@@ -89,7 +90,7 @@ def take_mla(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> Mla:
         ),
         kv_a=shelf.linear(f"{prefix}.kv_a_proj_with_mqa", mla.kv_rank + mla.rope, hidden, mla.bias),
         kv_norm=RmsNorm(shelf.vector(f"{prefix}.kv_a_layernorm.weight", mla.kv_rank), _EPS),
-        key_up=by_head[:, : mla.nope].contiguous(),
+        key_up=by_head[:, : mla.nope].mT.contiguous(),
         value_up=by_head[:, mla.nope :].contiguous(),
         output=shelf.linear(f"{prefix}.o_proj", hidden, mla.heads * mla.value, mla.bias),
         indexer=take_indexer(shelf, f"{prefix}.indexer", layer, config)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.checkpoint.weights import Encoding
-from quantkit.formats import fp8_block, int4, nvfp4
+from quantkit.ops import linear as ops
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,8 @@ def decode(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
     assert weight.scale is not None
     if weight.encoding is Encoding.FP8:
         assert weight.block is not None
-        return fp8_block.dequantize(weight.codes, weight.scale, weight.block, dtype)
+        return ops.decode_fp8_block(weight.codes, weight.scale, weight.block, dtype)
     if weight.encoding is Encoding.INT4:
-        return int4.dequantize(int4.unpack(weight.codes), weight.scale, dtype)
+        return ops.decode_int4(weight.codes, weight.scale, dtype)
     assert weight.multiplier is not None
-    exact = nvfp4.dequantize(nvfp4.unpack(weight.codes), weight.scale, 0, torch.float64)
-    return (exact * weight.multiplier).to(dtype)
+    return ops.decode_nvfp4(weight.codes, weight.scale, weight.multiplier, dtype)

@@ -66,7 +66,9 @@ class Computer:
             width = max(table.counts[place] for place in places)
             own = None if pages is None else pages[_selected(places)][:, :width].contiguous()
             results += zip(places, self._forward(group, own, guard), strict=True)
-        hits = tracker.read(checked, passes) if tracker and checked else [None] * len(passes)
+        hits: list[Hit | None] = [None] * len(passes)
+        if tracker and checked and checked.hit is not None:
+            hits = tracker.read(checked, passes)
         for place, logits in results:
             yield Computed(passes[place], logits, hits[place])
 

@@ -122,8 +122,6 @@ class StepTracker:
 
     def read(self, checked: Checked, passes: Sequence[Pass]) -> list[Hit | None]:
         """The verdict on each pass, counted by cause."""
-        if checked.hit is None:
-            return [None] * len(passes)
         good = [ALL_GOOD] * len(passes)
         tags, content = (good if one is None else one.tolist() for one in (checked.tags, checked.content))
         hits = [self._classify(*one) for one in zip((one.request for one in passes), tags, content, strict=True)]

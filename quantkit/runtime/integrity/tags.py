@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from quantkit.kernels.cpu_page_check import has_generations
 from quantkit.ops import pages as ops
 from quantkit.runtime.allocator import NOTHING, Generations
 from quantkit.runtime.integrity.causes import Cause
@@ -59,9 +60,9 @@ class TagTracker:
         self._tags, self._copied = self._shared.to(self._device), generations.newest
         self._expected: dict[int, bytes] = {}
         self._batch: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
-        self._gathered, self._is_complete = b"", False
+        self._gathered, self._is_complete = np.empty(0, dtype=np.int64), False
         self._placed: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._table, self._index = torch.empty(0), np.empty(0, dtype=np.uint32)
+        self._table, self._pages = torch.empty(0), np.empty((0, 0), dtype=np.int32)
 
     def allocate(self, pages: Sequence[int]) -> list[int]:
         """As `PageTracker` says."""
@@ -115,24 +116,20 @@ class TagTracker:
         sizes = [count * self._tags.itemsize for count in counts]
         padded = width * self._tags.itemsize
         cut = [row[:size].ljust(padded, _PADDING) for row, size in zip(rows, sizes, strict=True)]
-        self._gathered, self._placed = b"".join(cut), None
+        self._gathered, self._placed = np.frombuffer(bytearray().join(cut), dtype=np.int64), None
         self._is_complete = [len(row) for row in rows] == sizes
 
     def _is_clean(self, block_table: torch.Tensor) -> bool:
         """Whether a CPU finds the expected tag everywhere, and none after the pages: quick, and without where not."""
         if block_table is not self._table:
-            self._table, self._index = block_table, block_table.numpy().view(np.uint32)  # a negative id is a large one
-        try:
-            found = self._numbers.take(self._index)
-        except IndexError:
-            return False
-        return self._is_complete and found.tobytes() == self._gathered
+            self._table, self._pages = block_table, block_table.numpy()
+        return self._is_complete and has_generations(self._pages, self._gathered, self._numbers)
 
     def _place(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch's expectations, int64 [B, max_pages], and counts, int32 [B], where the pages lie."""
         if self._placed is None:
             assert self._batch is not None
             _, counts, width = self._batch
-            tags = torch.frombuffer(bytearray(self._gathered), dtype=torch.int64).view(len(counts), width)
+            tags = torch.from_numpy(self._gathered).view(len(counts), width)
             self._placed = tags.to(self._device), torch.tensor(counts, dtype=torch.int32, device=self._device)
         return self._placed

@@ -1,0 +1,95 @@
+"""What the coordinator did and what went wrong: numbers that become a report, or Prometheus text."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quantkit.errors import HandoffError, IntegrityError, QuantkitError
+from quantkit.report import Report
+from quantkit.runtime.handoff.messages import Opened, Produced
+
+
+@dataclass(frozen=True)
+class HandoffReport(Report):
+    """What two kinds of workers did together.
+
+    prefill, decode    workers of each kind
+    handoffs           that were opened: `source_pages` of the prefill workers, `nbytes` in all, became `pages`
+    saturated, nan     values that were clamped when FP8 pages were written, and that are no numbers
+    faults             in hand-offs and pages, by cause
+    lost               workers that died or hung, by kind
+    restarted          of them, those in whose place another one was started
+    retried            attempts that came to nothing and were made again
+    """
+
+    prefill: int
+    decode: int
+    handoffs: int
+    source_pages: int
+    pages: int
+    nbytes: int
+    saturated: int
+    nan: int
+    faults: dict[str, int]
+    lost: dict[str, int]
+    restarted: int
+    retried: int
+
+
+class HandoffCounters(Collector):
+    """The numbers of one coordinator, with a registry of their own."""
+
+    def __init__(self) -> None:
+        self.handoffs = self.source_pages = self.pages = self.nbytes = 0
+        self.saturated = self.nan = self.restarted = self.retried = 0
+        self.faults: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def add(self, message: Opened | Produced) -> None:
+        """What a decode worker did."""
+        self.saturated += message.saturated
+        self.nan += message.nan
+        if isinstance(message, Opened):
+            self.handoffs += 1
+            self.source_pages += message.source_pages
+            self.pages += message.pages
+            self.nbytes += message.nbytes
+
+    def note_fault(self, error: QuantkitError | None) -> None:
+        """Why an attempt failed, if it was a fault."""
+        if isinstance(error, HandoffError | IntegrityError):
+            self.faults[error.cause] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """The counters in Prometheus' terms."""
+        for name, label, counts, text in (
+            ("faults", "cause", self.faults, "Faults in hand-offs and pages."),
+            ("workers_lost", "kind", self.lost, "Workers that died or hung."),
+        ):
+            family = CounterMetricFamily(f"quantkit_handoff_{name}", text, labels=[label])
+            for key, count in counts.items():
+                family.add_metric([key], count)
+            yield family
+        for name, number, text in (
+            ("opened", self.handoffs, "Hand-offs that were opened."),
+            ("pages", self.pages, "Pages of decode workers that came from hand-offs."),
+            ("bytes", self.nbytes, "Bytes of pages that prefill workers handed over."),
+            ("saturated", self.saturated, "Values that were clamped when FP8 pages were written."),
+            ("retried", self.retried, "Attempts that came to nothing and were made again."),
+        ):
+            yield CounterMetricFamily(f"quantkit_handoff_{name}", text, value=number)
+
+    def to_prometheus(self) -> str:
+        """Prometheus' text format."""
+        return generate_latest(self.registry).decode()
+
+    def report(self, prefill: int, decode: int) -> HandoffReport:
+        """The counters as they are now, of so many workers of each kind."""
+        kept = {field.name: getattr(self, field.name) for field in fields(HandoffReport)[2:]}
+        return HandoffReport(prefill, decode, **kept | {"faults": dict(self.faults), "lost": dict(self.lost)})
