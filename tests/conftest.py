@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,8 @@ from quantkit.eval.loading import Loaded, load
 from quantkit.eval.task_specs import TaskSpec
 from quantkit.formats import fp8_block
 
+hypothesis.settings.register_profile("quantkit", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("quantkit")
 os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when triton is imported, which is later
 
 TOY_CONFIG: dict[str, Any] = {

@@ -81,7 +81,7 @@ def evaluate(
 
     quantkit eval ./INT4 --baseline ./BF16 --tasks arc_easy:acc_norm --limit 300
 
-    quantkit eval ./INT4 --baseline ./FP8 --backend runtime --kv fp8 --kv-scale 1.0
+    quantkit eval INT4 --baseline FP8 --backend runtime --kv fp8 --kv-scale 1.0
 
     quantkit eval --prepare offline
     """
