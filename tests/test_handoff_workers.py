@@ -63,8 +63,8 @@ def in_one_process(
 
 
 def segments() -> set[str]:
-    """The segments of shared memory that there are."""
-    return set(os.listdir("/dev/shm"))
+    """The segments of shared memory that this process has made."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"quantkit-{os.getpid()}-")}
 
 
 # --- one worker of each kind, killed again and again

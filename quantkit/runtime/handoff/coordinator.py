@@ -11,6 +11,7 @@ Python's resource tracker removes them.
 """
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -241,7 +242,8 @@ class Coordinator:
     def _make_segment(self, job: Job) -> SharedMemory:
         """A segment for a request's hand-off, with the memory behind it. Raises OSError if there is not enough."""
         terms, spec = self.prefill.terms, self.prefill.spec
-        segment = SharedMemory(create=True, size=size_of(terms, spec, len(job.prompt)))
+        name = f"quantkit-{os.getpid()}-{secrets.token_hex(4)}"  # says whose it is; macOS has room for 31 letters
+        segment = SharedMemory(name, create=True, size=size_of(terms, spec, len(job.prompt)))
         try:
             if _SHARED.is_dir():  # else a worker that writes beyond what there is gets SIGBUS
                 with (_SHARED / segment.name).open("r+b") as file:
