@@ -31,7 +31,16 @@ from quantkit.runtime.integrity import StepTracker
 Tell = Callable[[str], None]
 
 SHAPE = Shape(
-    hidden=1024, intermediate=4096, sparse_layers=0, heads=4, q_rank=128, kv_rank=128, index_heads=2, vocab=512
+    hidden=1024,
+    intermediate=4096,
+    sparse_layers=1,
+    experts=16,
+    expert_intermediate=768,
+    heads=4,
+    q_rank=128,
+    kv_rank=128,
+    index_heads=2,
+    vocab=512,
 )
 _OFF_EVERY = 4  # rounds
 _LONGEST_LIFE = 512  # tokens that a request generates before it is replaced
@@ -71,7 +80,7 @@ class Options:
 def bench_integrity(
     checkpoint: Path | None, options: Options | None = None, tell: Tell = lambda what: None
 ) -> IntegrityCostReport:
-    """Time the checkpoint in a folder, or a made-up GLM of one layer: a check is as long with many, a step is not.
+    """Time the checkpoint in a folder, or a made-up GLM of two layers: a check is as long with many, a step is not.
 
     Raises SourceError for one that cannot be run, UsageError for prompts that it has no room for.
     """
@@ -82,7 +91,7 @@ def bench_integrity(
     with tempfile.TemporaryDirectory(prefix="bench-") as parent:
         folder = Path(parent) / "fp8"
         write_random(folder, SHAPE.config)
-        return measure(load(folder), "made-up GLM of one layer", options, tell)
+        return measure(load(folder), "made-up GLM of two layers", options, tell)
 
 
 def measure(model: Model, name: str, options: Options, tell: Tell) -> IntegrityCostReport:
