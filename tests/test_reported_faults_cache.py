@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import quantkit
 from quantkit.cli import main
 from quantkit.errors import CacheError
 from quantkit.models import Decoder, load
@@ -101,6 +102,23 @@ def test_scales_are_used_or_refused(
     else:
         assert code == 1
         assert re.search(message, err)
+
+
+def test_two_scales_for_one_row_do_not_pass(glm_tiny: Path, tmp_path: Path) -> None:
+    """B02: `verify` finds a key's and a value's scale that differ where MLA keeps one row for both."""
+    unequal = names() | {"model.layers.2.self_attn.v_proj.v_scale": 0.25}
+    found = [
+        {
+            check.name: check.examples
+            for check in quantkit.verify(with_scales(glm_tiny, tmp_path / place, scales)).checks
+        }
+        for place, scales in (("equal", names()), ("unequal", unequal))
+    ]
+
+    assert found[0]["kv scales"] == ()
+    [example] = found[1]["kv scales"]
+    assert "layers.2.self_attn.k_proj.k_scale is 0.5 and " in example
+    assert "is 0.25, but MLA keeps one row for both" in example
 
 
 @pytest.mark.parametrize("wrong", WRONG)

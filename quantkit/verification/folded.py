@@ -94,6 +94,22 @@ def check_scaling(checkpoint: Source, weights: Iterable[Weight], scaling: KvScal
                 findings.problem("kv scales", f"{name} is {found:g}; {why}")
         except QuantkitError as error:
             findings.problem("kv scales", str(error))
+    if checkpoint.text_config.get("kv_lora_rank"):
+        _check_rows(checkpoint, stored.values(), findings)
+
+
+def _check_rows(checkpoint: Source, scales: Iterable[Weight], findings: Findings) -> None:
+    """MLA keeps one row that is key and value, so a layer can have one scale only; unsound ones are told elsewhere."""
+    first: dict[int | None, tuple[str, float]] = {}
+    for weight in scales:
+        try:
+            found = str(weight.name), Reader(checkpoint).scalar(weight.data)
+        except QuantkitError:
+            continue
+        name, scale = first.setdefault(weight.name.layer, found)
+        if scale != found[1]:
+            both = f"{name} is {scale:g} and {found[0]} is {found[1]:g}"
+            findings.problem("kv scales", f"{both}, but MLA keeps one row for both")
 
 
 def multiplied_by(ours: KvScaling, theirs: KvScaling, checkpoint: Source, findings: Findings) -> dict[str, Powers]:
