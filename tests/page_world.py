@@ -5,7 +5,8 @@ the bytes are replaced: a cell holds the tokens up to its own, which is all that
 request that reads another's cell, or an old one, is seen at once.
 
 A state is a plain tuple. Pages are numbered in the order in which they are met, generations too: what differs only in
-those is one state.
+those is one state. So is what differs only in cells that nobody may read, which hold nothing, whatever was written
+there (who reads one misreads it), or in a late writer whose page has moved on, which is refused from then on.
 """
 
 from collections import deque
@@ -227,7 +228,8 @@ class World:
         assert [given.count(page) for page in range(self.num_pages)] == self.allocator.references
 
     def dump(self) -> State:
-        """The state, with pages and generations renumbered."""
+        """The state, with pages and generations renumbered, and without what nobody may read."""
+        self._reduce()
         allocator = self.allocator
         live = [(number, request) for number, request in enumerate(self.requests) if request]
         writers = [writing for writing in (self.passing, self.late) if writing]
@@ -307,6 +309,19 @@ class World:
             for one in writers
         )
 
+    def _reduce(self) -> None:
+        """Empty the cells that nobody may read, and make all late writers whose page has moved on one."""
+        readable = dict.fromkeys(self.allocator._hashes, SIZE)
+        for request in filter(None, self.requests):
+            for place, page in enumerate(request.table.pages):
+                readable[page] = max(readable.get(page, 0), request.computed - place * SIZE)
+        for page, cells in enumerate(self.cells):
+            for place in range(max(0, readable.get(page, 0)), SIZE):
+                cells[place] = ()
+        late = self.late
+        if late and self.allocator.ledger.tags[late.slot // SIZE] != late.generation:
+            self.late = replace(late, owner=0, at=0, slot=0, generation=NOTHING, value=())
+
     def _make(self, number: int, tokens: tuple[int, ...]) -> Request:
         table = BlockTable(self)  # type: ignore[arg-type]
         request = Request(number, self.prompts[number], MOST_TOKENS, GREEDY, frozenset(), table, tokens=list(tokens))
@@ -351,9 +366,8 @@ def explore(world: World, depth: int | None = None) -> tuple[int, int, list[Stat
         reached = []
         for state in frontier:
             world.load(state)
-            for place in range(len(list(world.actions()))):
+            for _, act in list(world.actions()):
                 world.load(state)
-                _, act = list(world.actions())[place]
                 act()
                 world.check()
                 transitions += 1
