@@ -1,8 +1,9 @@
-"""Published configs, and looking at a source's tensors by the parts of their names."""
+"""Published configs, reading headers, and looking at a source's tensors by the parts of their names."""
 
 from functools import lru_cache
 from pathlib import Path
 
+from quantkit.checkpoint.header import StoredTensor, parse_header, parse_length
 from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import Source
 from quantkit.naming import TensorName
@@ -21,6 +22,12 @@ def config_of(model: str) -> str:
 def published(model: str) -> Source:
     """The headers of the published model; half a million objects at most, so only a few are kept."""
     return inventory(model, config_of(model))
+
+
+def read_header(file: bytes, name: str = "model-7.safetensors") -> tuple[StoredTensor, ...]:
+    """Read a file's header as a checkpoint is opened: first its length, then the JSON."""
+    length = parse_length(file[:8], len(file), name)
+    return parse_header(file[8 : 8 + length], len(file), name)
 
 
 def layers_with(source: Source, part: str) -> list[int]:
