@@ -1,62 +1,14 @@
 """Each rule of an engine says what is wrong, and says nothing where nothing is."""
 
 import copy
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-from headers import config_of
-from typer.testing import CliRunner
+from engine_cases import LAYERS, MLA, Case, both, described, modelopt, module, modules, sglang
 
-import quantkit
-from quantkit.checkpoint.description import Format, describe
-from quantkit.checkpoint.engines.rules import RULES, Facts, Judgement, Module, Status, judge
-from quantkit.checkpoint.weights import Encoding
-from quantkit.cli import app
-from quantkit.compatibility.check import check_compatibility
-from quantkit.compatibility.report import Compatibility
-from quantkit.errors import EngineError, UsageError
-from quantkit.naming import TensorName
-from quantkit.recipe import Dialect, ScaleMethod
-
-LAYERS = 78
-MLA = {"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "n_routed_experts": 256, "n_shared_experts": 1}
-PACKED = frozenset({"weight_packed", "weight_scale", "weight_shape"})
-CT_NVFP4 = frozenset({"weight_packed", "weight_scale", "weight_global_scale"})
-MODELOPT = frozenset({"weight", "weight_scale", "weight_scale_2"})
-
-
-def module(name: str, kind: str = "bf16", shape: tuple[int, int] = (2048, 2048), leaf: str = "weight") -> Module:
-    """A module below `model.`, of a kind like `int4 g=32`, `nvfp4`, `modelopt nvfp4`, `fp8 128x128` or a dtype."""
-    full = TensorName(name if name == "lm_head" else f"model.{name}", leaf)
-    match kind.split():
-        case ["int4", group]:
-            form = Format.groups(Encoding.INT4, int(group.removeprefix("g=")))
-            return Module(TensorName(full.module, "weight_packed"), shape, kind, PACKED, form)
-        case ["nvfp4", *activations]:
-            form = Format.groups(Encoding.NVFP4, 16, activations=bool(activations))
-            leaves = CT_NVFP4 | ({"input_global_scale"} if activations else set())
-            return Module(TensorName(full.module, "weight_packed"), shape, kind, leaves, form)
-        case ["modelopt", _]:
-            return Module(full, shape, "nvfp4", MODELOPT, Format.groups(Encoding.NVFP4, 16))
-        case ["fp8", ("channel" | "tensor") as strategy]:
-            form = Format(Encoding.FP8, strategy)
-            return Module(full, shape, kind, frozenset({"weight", "weight_scale"}), form)
-        case ["fp8", block]:
-            rows, columns = map(int, block.split("x"))
-            form = Format(Encoding.FP8, "block", (rows, columns))
-            return Module(full, shape, kind, frozenset({"weight", "weight_scale"}), form)
-    return Module(full, shape, kind, frozenset({leaf}))
-
-
-def modules(
-    parent: str, parts: Sequence[str], kind: str = "bf16", shape: tuple[int, int] = (2048, 2048)
-) -> list[Module]:
-    return [module(f"{parent}.{part}", kind, shape) for part in parts]
-
+from quantkit.checkpoint.engines.rules import RULES, Facts, Module, Status, judge
+from quantkit.errors import EngineError
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = modules("layers.3.mlp.experts.0", MLP, "int4 g=32")
@@ -65,58 +17,11 @@ MODELOPT_EXPERTS = modules("layers.3.mlp.experts.0", MLP, "modelopt nvfp4")
 SHARED = modules("layers.3.mlp.shared_experts", MLP)
 
 
-def described(found: Sequence[Module], dialect: Dialect = Dialect.COMPRESSED_TENSORS, **changes: Any) -> dict[str, Any]:
-    """The config that quantkit writes for these modules, with some keys changed."""
-    weights = [(entry.name, entry.format) for entry in found if len(entry.shape) == 2]
-    return describe(weights, LAYERS, dialect) | changes
-
-
 def retargeted(found: Sequence[Module], *targets: str) -> dict[str, Any]:
     """The same with other targets of the first group."""
     config = copy.deepcopy(described(found))
     config["config_groups"]["group_0"]["targets"] = list(targets)
     return config
-
-
-@dataclass(frozen=True)
-class Case:
-    """A checkpoint and what a rule says of it: a status for each engine.
-
-    config        that of the model, beyond `MLA`
-    quantization  `...` for the one that quantkit writes
-    """
-
-    rule: str
-    says: dict[str, str]
-    modules: Sequence[Module]
-    config: dict[str, Any] = field(default_factory=dict)
-    quantization: Any = ...
-    signed: bool = False
-    unequal: dict[str, str] | None = None
-    ranks: int | None = None
-    folded: bool = False
-
-    def judgements(self) -> dict[str, Judgement]:
-        """What the rule says, by engine."""
-        quantization = self.quantization
-        if quantization is ...:
-            four_bits = any(entry.format and entry.format.encoding is not Encoding.FP8 for entry in self.modules)
-            quantization = described(self.modules) if four_bits else None
-        known = MLA | self.config, quantization, LAYERS, self.signed, self.unequal
-        facts = Facts(tuple(self.modules), *known, folded=self.folded)
-        return {found.engine: found for found in judge(facts, self.ranks) if found.rule.id == self.rule}
-
-
-def both(status: str) -> dict[str, str]:
-    return {"vLLM": status, "SGLang": status}
-
-
-def modelopt(*excluded: str) -> dict[str, Any]:
-    return {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": list(excluded)}
-
-
-def sglang(status: str) -> dict[str, str]:
-    return {"SGLang": status}
 
 
 OK, WARNING, FLAG, BROKEN, NEITHER = "ok", "warning", "needs a flag", "not ok", "not applicable"
@@ -131,7 +36,6 @@ FP8_LINEAR = {
 MTP_INT4 = modules("layers.78.mlp.experts.0", MLP, "int4 g=32")
 FULL_KV = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 REGEX_ONLY = (r"re:.*mlp\.experts\..*",)
-
 CASES = [
     Case("fused-partners", both(OK), modules("layers.0.mlp", MLP)),
     Case("fused-partners", both(OK), [module("layers.0.mlp.gate_proj", "f32"), module("layers.1.mlp.up_proj")]),
@@ -393,109 +297,3 @@ def test_a_malformed_config_is_an_error(groups: Any) -> None:
 
     with pytest.raises(EngineError, match="quantization_config is malformed"):
         list(judge(Facts(tuple(EXPERTS), MLA, config, LAYERS)))
-
-
-# --- the verb and the command
-
-
-def config_file(folder: Path, model: str, **changes: Any) -> Path:
-    """A published config with its `quantization_config` changed."""
-    config = json.loads(config_of(model))
-    config.get("text_config", config)["quantization_config"] |= changes
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    return path
-
-
-def status_of(report: Compatibility, rule: str, engine: str) -> str:
-    return next(found.status for found in report.results if (found.rule, found.engine) == (rule, engine))
-
-
-@pytest.mark.parametrize("model", ["kimi-k2.6", "glm-5.2", "nvidia-glm-5.2-nvfp4"])
-@pytest.mark.usefixtures("no_garbage")
-def test_what_engines_serve_breaks_no_rule(model: str, tmp_path: Path) -> None:
-    """Published checkpoints that vLLM and SGLang are known to serve at eight ranks."""
-    report = check_compatibility(config_file(tmp_path, model), tp=8)
-
-    assert report.passed
-    assert [found.rule for found in report.results if found.status == "not ok"] == []
-    assert len(report.results) == sum(len(rule.sources) for rule in RULES)
-
-
-@pytest.mark.usefixtures("no_garbage")
-def test_a_list_that_hits_other_layers_is_broken_and_leaves_with_3(tmp_path: Path) -> None:
-    """`model.layers.7` in NVIDIA's list: vLLM would take layers 70 to 77 for plain; --json says so, too."""
-    config = json.loads(config_of("nvidia-glm-5.2-nvfp4"))
-    excluded = [*config["quantization_config"]["ignore"], "model.layers.7"]
-    path = config_file(tmp_path, "nvidia-glm-5.2-nvfp4", ignore=excluded)
-    result = CliRunner().invoke(app, ["engines", str(path), "--json"])
-
-    report = Compatibility.from_json(result.stdout)
-    assert (type(result.exception).__name__, report.passed) == ("CheckFailed", False)
-    assert getattr(result.exception, "exit_code", None) == 3
-    assert status_of(report, "exclude-layers", "vLLM") == "not ok"
-    assert status_of(report, "exclude-layers", "SGLang") == "ok"
-    broken = next(found for found in report.results if found.rule == "exclude-layers" and found.engine == "vLLM")
-    assert broken.module.startswith("model.layers.70.mlp.experts.")
-    assert broken.modules == 8 * 256 * 3
-
-
-def test_a_conversion_keeps_every_rule(toy_int4: Path) -> None:
-    """A folder is judged by what is stored; the table has a row for each rule that applies."""
-    report = check_compatibility(toy_int4, tp=1)
-
-    assert report.passed
-    rows = report.table().rows
-    assert {row[0] for row in rows} >= {"modules-described", "kv-b", "top-level-format", "int4-groups"}
-    assert all(row[1:4] != ("", "", "") for row in rows)
-    assert list(report.findings()) == []
-
-
-def test_the_command_prints_what_is_wrong_and_what_mends_it(toy_int4: Path) -> None:
-    """Eight ranks cut the toy's FP8 blocks: with --tp 8 exit code 3; unasked, nobody would take so many."""
-    unasked = CliRunner().invoke(app, ["engines", str(toy_int4)])
-    asked = CliRunner().invoke(app, ["engines", str(toy_int4), "--tp", "8"])
-
-    assert unasked.exit_code == 0
-    assert "no rule is broken" in unasked.stdout
-    assert getattr(asked.exception, "exit_code", None) == 3
-    assert "8 ranks: NOT OK" in asked.stdout
-    assert "fp8-blocks, not ok: model.layers.0.mlp." in asked.stdout
-    assert "--rest bf16" in asked.stdout
-
-
-def test_signed_scales_are_known_from_the_manifest(toy: Path, tmp_path: Path) -> None:
-    """A conversion with `--scale signed` is warned of; a copy without the manifest cannot be."""
-    quantkit.convert(toy, tmp_path / "out", options=quantkit.Options(scale=ScaleMethod.SIGNED))
-
-    assert status_of(check_compatibility(tmp_path / "out"), "signed-scales", "vLLM") == "warning"
-    (tmp_path / "out" / "quantkit.json").unlink()
-    assert status_of(check_compatibility(tmp_path / "out"), "signed-scales", "vLLM") == "not applicable"
-
-
-def test_no_ranks_are_a_usage_error(toy_int4: Path) -> None:
-    """There is no half a rank."""
-    with pytest.raises(UsageError, match="tp is 0"):
-        check_compatibility(toy_int4, tp=0)
-
-
-def test_verify_reports_a_broken_rule(toy_int4: Path, tmp_path: Path) -> None:
-    """A top-level format that SGLang's experts refuse fails the check `engines`, with what mends it."""
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for file in toy_int4.iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["format"] = "mixed-precision"
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))
-
-    checks = {check.name: check for check in quantkit.verify(folder).checks}
-    assert checks["engines"].problems == 1
-    assert "SGLang: model.layers.1.mlp.experts." in checks["engines"].examples[0]
-    assert '"format": "pack-quantized"' in checks["engines"].examples[0]
-
-
-def test_verify_asks_no_rules_of_a_checkpoint_that_is_not_4_bit(toy: Path) -> None:
-    """An FP8 source has no check `engines`."""
-    assert "engines" not in {check.name for check in quantkit.verify(toy).checks}
