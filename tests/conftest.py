@@ -22,6 +22,9 @@ from quantkit.eval.loading import Loaded, load
 from quantkit.eval.task_specs import TaskSpec
 from quantkit.formats import fp8_block
 
+# fixtures of files of one topic; a module comes before those that import it
+pytest_plugins = ["program", "runnable", "folds", "phase_plans", "publishing", "toy_hub"]
+
 hypothesis.settings.register_profile("quantkit", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("quantkit")
 os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when triton is imported, which is later

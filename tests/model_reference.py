@@ -1,6 +1,5 @@
 """What transformers computes on the numbers of a checkpoint, decoded by `truth.py`: nothing of quantkit is in it."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,35 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import write_family
+from runnable import edit_config
 from safetensors.torch import save_file
 from simulation import copy_readable, load_model, quiet
 from truth import truth
-
-# Keys that some of the configs in fixtures/configs leave out, and every published config has.
-_KEYS = {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "rope_theta": 1000000}
-
-
-def write_runnable(folder: Path, name: str) -> Path:
-    """The tiny checkpoint `name` of `families.py` with all keys that running it needs."""
-    write_family(folder, name)
-
-    def complete(config: dict[str, Any]) -> None:
-        text = config.get("text_config", config)
-        for key, value in _KEYS.items():
-            if key != "rope_theta" or "rope_parameters" not in text:
-                text.setdefault(key, value)
-
-    return edit_config(folder, complete)
-
-
-def edit_config(folder: Path, edit: Any) -> Path:
-    """Change the config.json in `folder` by a function that changes the parsed one."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    edit(config)
-    path.write_text(json.dumps(config))
-    return folder
 
 
 def write_numbers(folder: Path, output: Path) -> Path:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from model_reference import reference_logits, reference_model, write_numbers, write_runnable
+from model_reference import reference_logits, reference_model, write_numbers
+from runnable import Checkpoint
 
 from quantkit.calibration import DataOptions, Options, calibrate
 from quantkit.calibration.budget import Budget, plan_memory
@@ -47,17 +48,6 @@ def sequences() -> list[list[int]]:
     return [torch.randint(3, 100, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint; not to be changed."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-
-    def make(name: str) -> Path:
-        return folder / name if (folder / name).exists() else write_runnable(folder / name, name)
-
-    return make
-
-
 def hidden(reader: LayerReader, tokens: Sequence[Sequence[int]], folder: Path, budget: Budget) -> torch.Tensor:
     """Hidden states of all tokens after the last layer."""
     folder.mkdir(exist_ok=True)
@@ -73,7 +63,7 @@ def hidden(reader: LayerReader, tokens: Sequence[Sequence[int]], folder: Path, b
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_hidden_states_are_the_whole_models(checkpoint: Callable[[str], Path], name: str, tmp_path: Path) -> None:
+def test_hidden_states_are_the_whole_models(checkpoint: Checkpoint, name: str, tmp_path: Path) -> None:
     """Through the decoder's norm they are what all layers at once give, and through its head transformers' logits.
 
     Sequences longer and shorter than a chunk and a selection, in groups, most rows on disk; shared selections too.
@@ -90,7 +80,7 @@ def test_hidden_states_are_the_whole_models(checkpoint: Callable[[str], Path], n
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_memory_changes_nothing(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_memory_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Held in part, as a whole or not at all, hidden states are the same bit for bit."""
     reader = open_layers(open_source(checkpoint("glm-5.2-fp8_block")))
 
@@ -100,7 +90,7 @@ def test_memory_changes_nothing(checkpoint: Callable[[str], Path], tmp_path: Pat
     assert torch.equal(found[0], found[2])
 
 
-def test_one_layer_is_in_memory(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_layer_is_in_memory(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """When a layer is read, the one before it is gone."""
     reader = open_layers(open_source(checkpoint("kimi-k2.5-int4")))
     alive: list[weakref.ref[Any]] = []
@@ -119,7 +109,7 @@ def test_one_layer_is_in_memory(checkpoint: Callable[[str], Path], tmp_path: Pat
     assert len(alive) == reader.config.layers
 
 
-def test_memory_is_shared_out(checkpoint: Callable[[str], Path]) -> None:
+def test_memory_is_shared_out(checkpoint: Checkpoint) -> None:
     """More memory holds more rows; less makes chunks smaller; too little is an error with both sizes."""
     reader = open_layers(open_source(checkpoint("glm-5.2-fp8_block")))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_reference import edit_config, write_runnable
+from runnable import edit_config, write_runnable
 
 from quantkit import folding
 from quantkit.models import Decoder, load

@@ -1,14 +1,14 @@
 """Every family in every storage that it is published in, and GLM-5.2 and Llama in all: the logits are transformers'."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import NAMES, PUBLISHED
-from model_reference import edit_config, reference_logits, reference_model, write_numbers, write_runnable
+from model_reference import reference_logits, reference_model, write_numbers
+from runnable import Checkpoint, edit_config
 
 from quantkit.models import Decoder, PlainCache, load
 
@@ -37,19 +37,8 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint; not to be changed."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-
-    def make(name: str) -> Path:
-        return folder / name if (folder / name).exists() else write_runnable(folder / name, name)
-
-    return make
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(checkpoint: Checkpoint, name: str, tmp_path: Path) -> None:
     """In float32, on weights decoded by numpy; ragged last blocks, all dialects and fused experts included."""
     folder = checkpoint(name)
     reference = reference_model(write_numbers(folder, tmp_path / "numbers"))
@@ -58,7 +47,7 @@ def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], nam
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_token_by_token_equals_prefill(checkpoint: Callable[[str], Path], name: str) -> None:
+def test_token_by_token_equals_prefill(checkpoint: Checkpoint, name: str) -> None:
     """In float32; chunks of other sizes do, too."""
     decoder = load(checkpoint(name), torch.float32)
     whole = run(decoder, TOKENS)
@@ -68,7 +57,7 @@ def test_token_by_token_equals_prefill(checkpoint: Callable[[str], Path], name: 
 
 
 @pytest.mark.parametrize("name", ["glm-5.2-fp8_block", "deepseek-v3-fp8_block", "llama-bf16"])
-def test_equal_passes_give_equal_bits(checkpoint: Callable[[str], Path], name: str) -> None:
+def test_equal_passes_give_equal_bits(checkpoint: Checkpoint, name: str) -> None:
     """A request's logits are the same bits whatever was run before, in both dtypes."""
     for dtype in (torch.float32, torch.bfloat16):
         decoder = load(checkpoint(name), dtype)
@@ -103,7 +92,7 @@ class TwoRequests:
 
 
 @pytest.mark.parametrize("name", ["glm-5.2-fp8_block", "kimi-k2.5-int4", "glm-4.5-fp8_channel"])
-def test_a_pass_may_hold_rows_of_several_requests(checkpoint: Callable[[str], Path], name: str) -> None:
+def test_a_pass_may_hold_rows_of_several_requests(checkpoint: Checkpoint, name: str) -> None:
     """A chunk of one and a chunk of another, their rows mixed, are what each is alone."""
     decoder = load(checkpoint(name), torch.float32)
     other = TOKENS.flip(0)[:24]
@@ -154,7 +143,7 @@ def test_shared_layers_reuse_the_last_selection(glm_tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["glm-5.2-bf16", "deepseek-v3.2-bf16"])
-def test_selection_changes_what_is_computed(checkpoint: Callable[[str], Path], name: str, tmp_path: Path) -> None:
+def test_selection_changes_what_is_computed(checkpoint: Checkpoint, name: str, tmp_path: Path) -> None:
     """With room for all tokens the logits are others, but not those of the first tokens, which see all anyway."""
     folder = shutil.copytree(checkpoint(name), tmp_path / "dense")
     edit_config(folder, lambda config: config.update(index_topk=1000))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_reference import edit_config, write_runnable
+from runnable import Checkpoint, edit_config
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.source import open_source
@@ -24,19 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint; not to be changed."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-
-    def make(name: str) -> Path:
-        return folder / name if (folder / name).exists() else write_runnable(folder / name, name)
-
-    return make
-
-
 @pytest.fixture
-def changed(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+def changed(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., Path]:
     """A copy of a tiny checkpoint in one file, its tensors changed by a function."""
 
     def make(name: str, change: Callable[[Tensors], Any]) -> Path:
@@ -90,7 +79,7 @@ def tensors_in(part: Any) -> Iterator[torch.Tensor]:
 )
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_experts_stay_packed_and_stacked(
-    checkpoint: Callable[[str], Path], name: str, encoding: Encoding, dtype: torch.dtype, compute: torch.dtype
+    checkpoint: Checkpoint, name: str, encoding: Encoding, dtype: torch.dtype, compute: torch.dtype
 ) -> None:
     """[E, ...] for each projection, in the stored dtype whatever is computed in."""
     moe = load(checkpoint(name), compute).layers[1].mlp
@@ -106,7 +95,7 @@ def test_experts_stay_packed_and_stacked(
 @pytest.mark.parametrize(
     "name", ["glm-5.2-fp8_block", "glm-5.2-nvfp4", "kimi-k2-thinking-int4", "llama-bf16", "llama-tied-bf16"]
 )
-def test_a_decoder_takes_the_checkpoints_bytes(checkpoint: Callable[[str], Path], name: str) -> None:
+def test_a_decoder_takes_the_checkpoints_bytes(checkpoint: Checkpoint, name: str) -> None:
     """In the dtype of its plain tensors exactly as many, but for kv_b, which is decoded, and INT4's `weight_shape`."""
     decoder = load(checkpoint(name))
     source = open_source(checkpoint(name))
@@ -121,7 +110,7 @@ def test_a_decoder_takes_the_checkpoints_bytes(checkpoint: Callable[[str], Path]
     assert sum(tensor.nbytes for tensor in tensors_in(decoder)) == expected
 
 
-def test_mtp_is_read_and_listed(checkpoint: Callable[[str], Path]) -> None:
+def test_mtp_is_read_and_listed(checkpoint: Checkpoint) -> None:
     """All weights of the layer after the last, and no others."""
     decoder = load(checkpoint("deepseek-v3-fp8_block"))
 
@@ -131,7 +120,7 @@ def test_mtp_is_read_and_listed(checkpoint: Callable[[str], Path]) -> None:
     assert decoder.passed == ()
 
 
-def test_what_is_not_needed_is_listed(checkpoint: Callable[[str], Path]) -> None:
+def test_what_is_not_needed_is_listed(checkpoint: Checkpoint) -> None:
     """A vision tower, and static scales of activations."""
     vision = load(checkpoint("kimi-k2.5-int4")).passed
     static = load(checkpoint("llama-fp8_tensor_static")).passed
@@ -225,7 +214,7 @@ def test_experts_of_a_layer_are_stored_alike(changed: Callable[..., Path]) -> No
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_tied_embeddings(changed: Callable[..., Path], checkpoint: Callable[[str], Path], stored: bool) -> None:
+def test_tied_embeddings(changed: Callable[..., Path], checkpoint: Checkpoint, stored: bool) -> None:
     """With and without a copy of the embedding in the file the logits are the same, and it is kept once."""
 
     def change(tensors: Tensors) -> None:
@@ -267,7 +256,7 @@ def test_tied_embeddings_that_differ(changed: Callable[..., Path]) -> None:
     ],
 )
 def test_a_config_that_cannot_be_run(
-    checkpoint: Callable[[str], Path], tmp_path: Path, name: str, changes: dict[str, Any], message: str
+    checkpoint: Checkpoint, tmp_path: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:
     """The key is named; nothing is guessed."""
     folder = shutil.copytree(checkpoint(name), tmp_path / "copy")
@@ -277,13 +266,13 @@ def test_a_config_that_cannot_be_run(
         load(folder)
 
 
-def test_float16_is_refused(checkpoint: Callable[[str], Path]) -> None:
+def test_float16_is_refused(checkpoint: Checkpoint) -> None:
     """Activations of these models do not fit its range."""
     with pytest.raises(UsageError, match=r"cannot be run in torch\.float16"):
         load(checkpoint("llama-bf16"), torch.float16)
 
 
-def test_a_published_head_dim_is_not_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_published_head_dim_is_not_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """GLM-5.2's config says 192, which is neither what is rotated nor a head's width."""
     folder = shutil.copytree(checkpoint("glm-5.2-bf16"), tmp_path / "copy")
     edit_config(folder, lambda config: config.update(head_dim=192))

@@ -10,7 +10,7 @@ import transformers
 from families import CONFIGS, write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_reference import write_runnable
+from runnable import write_runnable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from truth import truth
 

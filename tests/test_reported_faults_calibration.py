@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from model_reference import write_numbers, write_runnable
+from model_reference import write_numbers
+from runnable import write_runnable
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibration import CalibrationReport, DataOptions, Options, calibrate, streaming
