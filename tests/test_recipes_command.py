@@ -1,9 +1,8 @@
 """`quantkit recipes` lists, shows and checks recipes, and every mistake in one is named with its rule."""
 
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 from families import config_of
 from headers import published
+from program import Result, Runner
 
 from quantkit.checkpoint.locate import describe_model
 from quantkit.checkpoint.weights import read_weights
-from quantkit.cli import main
 from quantkit.errors import PlanError, RecipeError
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe, recipe_names
@@ -29,34 +28,13 @@ EXPERT_NVFP4 = EXPERT // 2 + EXPERT // 16 + 4  # codes, scales, the global scale
 EXPERT_INT4 = EXPERT // 2 + EXPERT // 32 * 2 + 16  # codes, BF16 scales, the shape
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a run of the program ended, and what it printed."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-
-Runner = Callable[..., Result]
 Writer = Callable[[str], Path]
 
 
 @pytest.fixture
-def recipes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
+def recipes(quantkit: Runner) -> Runner:
     """Runs `quantkit recipes` in this process."""
-    monkeypatch.delenv("QUANTKIT_DEBUG", raising=False)
-
-    def run(*arguments: str | Path) -> Result:
-        monkeypatch.setattr(sys, "argv", ["quantkit", "recipes", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        printed = capsys.readouterr()
-        assert isinstance(leaving.value.code, int)
-        return Result(leaving.value.code, printed.out, printed.err)
-
-    return run
+    return partial(quantkit, "recipes")
 
 
 @pytest.fixture
