@@ -4,6 +4,7 @@ Its one layer keeps v(token, position) as a value, and its queries are zero: att
 a row sees. Whatever row of another request, or of nobody, is read instead, the next token is another.
 """
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from quantkit.models.cache import Cache
 from quantkit.models.config import GqaConfig, ModelConfig, RopeConfig
-from quantkit.runtime import GREEDY, EngineOptions, PagePool, Sampling, cache_spec, unscaled
+from quantkit.runtime import GREEDY, Engine, EngineOptions, PagePool, Sampling, cache_spec, unscaled
 from quantkit.runtime.sampling import choose
 
 VOCAB = 97
@@ -77,6 +78,19 @@ def make_pool(num_pages: int, page_size: int) -> PagePool:
 def options(chunk_size: int = 4, batched: bool = False, share_prefixes: bool = True) -> EngineOptions:
     """Small chunks."""
     return EngineOptions(chunk_size, batched, share_prefixes)
+
+
+def serve(engine: Engine, prompts: list[tuple[int, ...]], count: int = 8) -> list[tuple[int, ...]]:
+    """The tokens of all prompts, as one batch."""
+    numbers = [engine.submit(prompt, count) for prompt in prompts]
+    engine.run()
+    return [engine.take(number).tokens for number in numbers]
+
+
+def make_prompts(count: int, longest: int = 40) -> list[tuple[int, ...]]:
+    """Random prompts, always the same."""
+    rng = random.Random(0)
+    return [tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, longest))) for _ in range(count)]
 
 
 def _value(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
