@@ -1,68 +1,33 @@
-"""`fold`: every family in every storage keeps its function exactly; what cannot be exact is refused by name."""
+"""`fold`: every family in every storage keeps its function exactly, or is refused by name."""
 
 import json
-import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import FAMILIES, NAMES
-from model_reference import edit_config, write_runnable
+from folds import HEADS, NOPE, PARTS, RANK, ROPE, VALUE, named
+from runnable import Checkpoint, edit_config, write_runnable
 from safetensors.torch import load_file, save_file
 from truth import Array, truth
 
-import quantkit
 from quantkit import folding
 from quantkit.checkpoint.source import open_source
-from quantkit.errors import CacheError, FoldError, SourceError
-from quantkit.folding.report import FoldReport, Way
+from quantkit.errors import FoldError
+from quantkit.folding.report import FoldReport
 from quantkit.models import PlainCache, load
-from quantkit.models.folding import LayerFold, fold_digest
-from quantkit.report import Manifest
-from quantkit.runtime.scales import KvScaleFile, LayerScales, Numbers
-from quantkit.serving.fingerprint import fingerprint
+from quantkit.runtime.scales import Numbers
 from quantkit.verification import verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-HEADS, NOPE, ROPE, VALUE, RANK = 2, 48, 32, 64, 128  # of the tiny models with MLA
-KV_HEADS, GROUP, HEAD_DIM = 2, 2, 32  # of those with GQA
 LATENTS = [2.0 ** (channel % 4 - 1) for channel in range(RANK)]
 PAIRS = [2.0 ** -(pair % 3) for pair in range(ROPE // 2)]
-Checkpoint = Callable[[str], Path]
 
 
 def is_mla(name: str) -> bool:
     return not name.startswith(("llama", "glm-4.5"))
-
-
-def named(name: str, layers: int = 2, **scales: Numbers) -> dict[str, Numbers]:
-    """Scales of each layer under the names of a file."""
-    prefix = "language_model." if name.startswith("kimi-k2.5") else ""
-    numbers: dict[str, Numbers] = {"k_scale": 2.0, "v_scale": 2.0} | scales
-    return {
-        f"{prefix}model.layers.{layer}.self_attn.{scale}": number
-        for layer in range(layers)
-        for scale, number in numbers.items()
-    }
-
-
-PARTS: dict[str, Numbers] = {"latent_scale": 4.0, "rope_scale": 0.5}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """The folder of a tiny checkpoint; not to be changed."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-
-    def make(name: str) -> Path:
-        return folder / name if (folder / name).exists() else write_runnable(folder / name, name)
-
-    return make
 
 
 @pytest.fixture
@@ -71,9 +36,6 @@ def without_q_latent(monkeypatch: pytest.MonkeyPatch) -> None:
     small = FAMILIES["kimi-k2-instruct"]
     changed = replace(small, changes={**small.changes, "q_lora_rank": None})
     monkeypatch.setitem(FAMILIES, "lite", changed)
-
-
-# --- the same function
 
 
 def attention(weights: dict[str, Array], layer: int) -> dict[str, Array]:
@@ -282,237 +244,3 @@ def test_mtp_layers_are_folded_with_their_scales_or_left(checkpoint: Checkpoint,
     assert (folded.left, [entry.mtp for entry in folded.layers]) == ((), [False, False, True])
     check_fold(folder, tmp_path / "folded", name, PARTS, folded)
     assert folded.digest != left.digest
-
-
-# --- what is refused
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-@pytest.mark.parametrize("scale", ["k_scale", "latent_scale", "rope_scale"])
-def test_unsound_scales_are_refused_everywhere(
-    checkpoint: Checkpoint, scale: str, wrong: float, tmp_path: Path
-) -> None:
-    """In a file, as a mapping, in a list, and in the dataclass that the runtime takes."""
-    scales = named("glm-5.2", **{**PARTS, scale: wrong})
-    file = tmp_path / "scales.json"
-    file.write_text(KvScaleFile(scales).to_json())
-    for given in (scales, file):
-        with pytest.raises(CacheError, match=f"{scale} is {wrong}, not a positive finite number"):
-            folding.fold(checkpoint("glm-5.2-bf16"), given, tmp_path / "folded")
-    with pytest.raises(CacheError, match=f"is {wrong}, not a positive finite number"):
-        LayerScales(*{"k_scale": (wrong, 1.0), "latent_scale": (1.0, 1.0, (wrong,), (1.0,))}.get(scale, (1.0, wrong)))
-    if scale != "k_scale":
-        many = {**PARTS, scale: [wrong] * (RANK if scale == "latent_scale" else ROPE // 2)}
-        with pytest.raises(CacheError, match=f"{scale} is {wrong}, not a positive"):
-            folding.fold(checkpoint("glm-5.2-bf16"), named("glm-5.2", **many), tmp_path / "folded")
-    assert not (tmp_path / "folded").exists()
-
-
-@pytest.mark.parametrize(
-    ("scales", "error", "words"),
-    [
-        ({"latent_scale": 3.0, "rope_scale": 1.0}, CacheError, "latent_scale has 3, which is no power of two"),
-        ({"latent_scale": [1.0] * 127 + [3.0], "rope_scale": 1.0}, CacheError, "latent_scale has 3"),
-        ({"latent_scale": [1.0] * 4, "rope_scale": 1.0}, CacheError, "latent_scale has 4 numbers; .* a list of 128"),
-        ({"latent_scale": 1.0, "rope_scale": [1.0] * ROPE}, CacheError, "rope_scale has 32 numbers; .* a list of 16"),
-        ({"latent_scale": 2.0}, CacheError, "layer 0 has one of latent_scale and rope_scale"),
-        ({"k_scale": [2.0, 2.0]}, CacheError, "k_scale is a list"),
-        ({"v_scale": 4.0}, CacheError, "MLA keeps one row for both"),
-        ({"k_scale": 0.3, "v_scale": 0.3}, FoldError, "layer 0: k_scale is 0.3, and only powers of two"),
-    ],
-)
-def test_scales_that_cannot_be_folded_are_refused(
-    checkpoint: Checkpoint, scales: dict[str, Numbers], error: type[Exception], words: str, tmp_path: Path
-) -> None:
-    """Parts are powers of two, as many as the row has channels or pairs; a common scale must be one to be folded."""
-    with pytest.raises(error, match=words):
-        folding.fold(checkpoint("glm-5.2-bf16"), named("glm-5.2", **scales), tmp_path / "folded")
-
-
-def test_parts_are_for_mla(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """A GQA cache has no latent; its k_scale and v_scale may differ."""
-    with pytest.raises(CacheError, match="latent_scale is the scale of no layer's cache"):
-        folding.fold(checkpoint("llama-bf16"), named("llama", **PARTS), tmp_path / "folded")
-
-
-def test_a_layer_without_scales_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Every main layer has its scales, and every scale its layer."""
-    for layers, words in ((1, "layer 1 has no k_scale"), (4, "layers.3.self_attn.k_scale is the scale of no layer")):
-        with pytest.raises(CacheError, match=words):
-            folding.fold(checkpoint("glm-5.2-bf16"), named("glm-5.2", layers), tmp_path / "folded")
-
-
-def test_folding_twice_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """The manifest says that scales are folded in, these or others."""
-    first, name = tmp_path / "first", "glm-5.2"
-    folding.fold(checkpoint("glm-5.2-bf16"), named(name, **PARTS), first)
-
-    for scales, which in ((PARTS, "these"), ({}, "other")):
-        with pytest.raises(FoldError, match=f"has {which} KV scales folded in already"):
-            folding.fold(first, named(name, **scales), tmp_path / "second")
-    assert not (tmp_path / "second").exists()
-
-
-@pytest.mark.parametrize(("number", "refused"), [(1.0, False), (0.5, True)])
-def test_stored_scales_would_count_twice(tmp_path: Path, number: float, refused: bool) -> None:
-    """A checkpoint that holds scales other than 1 is not folded into."""
-    folder = write_runnable(tmp_path / "c", "glm-5.2-bf16")
-    path = min(folder.glob("*.safetensors"))
-    tensors = load_file(path) | {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor([number])}
-    save_file(tensors, path)
-    if not refused:
-        folding.fold(folder, named("glm-5.2", **PARTS), tmp_path / "folded")
-        return
-    with pytest.raises(FoldError, match=r"holds model.layers.0.self_attn.k_proj.k_scale: its cache is scaled already"):
-        folding.fold(folder, named("glm-5.2", **PARTS), tmp_path / "folded")
-
-
-def test_nothing_to_fold_is_a_copy(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Scales of 1 edit nothing, which is said; the cache means what it meant."""
-    folder, ones = checkpoint("glm-5.2-fp8_block"), named("glm-5.2", k_scale=1.0, v_scale=1.0)
-    report = folding.fold(folder, ones, tmp_path / "copy")
-
-    assert (report.edited_bytes, report.digest) == (0, None)
-    assert "every scale is 1" in report.proof
-    assert all(path.read_bytes() == (tmp_path / "copy" / path.name).read_bytes() for path in folder.glob("model*"))
-    assert space(tmp_path / "copy") == space(folder)
-
-
-# --- what the cache means
-
-
-def space(folder: Path) -> str | None:
-    return fingerprint(open_source(folder)).kv_space_id
-
-
-@pytest.fixture(scope="module")
-def pair(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An FP8 checkpoint and its INT4 conversion."""
-    folder = checkpoint("glm-5.2-fp8_block")
-    converted = tmp_path_factory.mktemp("pair") / "int4"
-    quantkit.convert(folder, converted)
-    return folder, converted
-
-
-def test_one_set_on_two_formats_is_one_kv_space(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """The same scales on FP8 and INT4 give the same id, though other weights were edited; converting a folded one, too.
-
-    Unfolded checkpoints, and such with other scales, are of other ids. `verify` holds each against the unfolded FP8.
-    """
-    fp8, int4 = pair
-    for name, folder, scales in (("a", fp8, PARTS), ("b", int4, PARTS), ("c", int4, {**PARTS, "rope_scale": 0.25})):
-        folding.fold(folder, named("glm-5.2", **scales), tmp_path / name)
-        assert verify(tmp_path / name, fp8).passed
-    quantkit.convert(tmp_path / "a", tmp_path / "d")
-    assert verify(tmp_path / "d", tmp_path / "a").passed
-    assert verify(tmp_path / "d", fp8).passed
-
-    edited = [Manifest.from_json((tmp_path / name / "quantkit.json").read_text()).fold for name in "ab"]
-    assert edited[0]
-    assert edited[1]
-    assert edited[0]["layers"]["0"]["output"] != edited[1]["layers"]["0"]["output"]
-    assert space(tmp_path / "a") == space(tmp_path / "b") == space(tmp_path / "d")
-    assert space(fp8) == space(int4)
-    assert len({space(folder) for folder in (fp8, tmp_path / "a", tmp_path / "c")}) == 3
-    with pytest.raises(FoldError, match="these KV scales folded in already"):
-        folding.fold(tmp_path / "d", named("glm-5.2", **PARTS), tmp_path / "e")
-
-
-def test_plan_check_takes_equal_folds_only(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Prefill in FP8 and decode in INT4 with one set of scales pass; with an unfolded peer they do not."""
-    for name, folder in zip(("fp8", "int4"), pair, strict=True):
-        folding.fold(folder, named("glm-5.2", **PARTS), tmp_path / name)
-    target = quantkit.Target(*[quantkit.Deployment("1xH200")] * 2)
-    planned = quantkit.plan_phases(tmp_path / "fp8", tmp_path / "int4", target)
-    (tmp_path / "plan.json").write_text(planned.deployment.to_json())
-
-    assert quantkit.check_drift(tmp_path / "plan.json", [tmp_path / "fp8", tmp_path / "int4"]).passed
-    drifts = quantkit.check_drift(tmp_path / "plan.json", [tmp_path / "fp8", pair[1]]).drifts
-    assert {drift.pool for drift in drifts if drift.field == "kv_space_id"} == {"decode", "prefill and decode"}
-
-
-def test_a_digest_is_of_what_the_cache_is_divided_by() -> None:
-    """Free exponents, equal numbers given as lists and layers divided by 1 do not count; all else does."""
-    fold = LayerFold((2,), (-1,))
-    same = [
-        {0: fold},
-        {0: replace(fold, query=3, output=1)},
-        {0: LayerFold((2,) * 8, (-1,) * 4)},
-        {0: fold, 1: LayerFold()},
-    ]
-    other = [{1: fold}, {0: LayerFold((2,), (1,))}, {0: LayerFold((2, 1) * 4, (-1,))}, {0: LayerFold(key=1)}]
-
-    assert len({fold_digest(folds) for folds in same}) == 1
-    assert len({fold_digest(folds) for folds in (same[0], *other)}) == 5
-    assert fold_digest({0: LayerFold()}) is None
-
-
-# --- verify
-
-
-@pytest.fixture
-def folded(checkpoint: Checkpoint, tmp_path: Path) -> Path:
-    folding.fold(checkpoint("glm-5.2-bf16"), named("glm-5.2", **PARTS), tmp_path / "folded")
-    return tmp_path / "folded"
-
-
-def problems(folder: Path, against: Path) -> Iterator[str]:
-    found = verify(folder, against)
-    assert not found.passed
-    return (f"{check.name}: {example}" for check in found.checks for example in check.examples)
-
-
-def change_record(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads((folder / "quantkit.json").read_text())
-    change(content["fold"])
-    (folder / "quantkit.json").write_text(json.dumps(content))
-
-
-def test_verify_finds_a_weight_that_was_not_multiplied(folded: Path, checkpoint: Checkpoint) -> None:
-    """One number of an edited weight as it was before is a problem, named with the tensor."""
-    name = "model.layers.1.self_attn.q_b_proj.weight"
-    path = folded / open_source(folded).tensors[name].shard
-    tensors = load_file(path)
-    tensors[name][NOPE, 0] *= 2
-    save_file(tensors, path, metadata={"format": "pt"})
-
-    assert any(name in text and text.startswith("fold:") for text in problems(folded, checkpoint("glm-5.2-bf16")))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda fold: fold.update(digest="0" * 64), "another digest than it says"),
-        (lambda fold: fold["layers"]["0"].pop("rope"), "does not say what was folded"),
-        (lambda fold: fold["layers"]["0"].update(output=1), "is not the source's times the powers of two of the fold"),
-    ],
-)
-def test_verify_reads_the_record(
-    folded: Path, checkpoint: Checkpoint, change: Callable[[dict[str, Any]], None], words: str
-) -> None:
-    """A record that does not fit its digest or the weights is a problem."""
-    change_record(folded, change)
-
-    assert any(words in text for text in problems(folded, checkpoint("glm-5.2-bf16")))
-
-
-def test_verify_without_the_record_finds_other_weights(folded: Path, checkpoint: Checkpoint) -> None:
-    """A folded checkpoint whose manifest is lost is not the source."""
-    (folded / "quantkit.json").unlink()
-
-    assert any(text.startswith("copies:") for text in problems(folded, checkpoint("glm-5.2-bf16")))
-
-
-def test_a_damaged_manifest_or_shard_is_refused(folded: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """A checkpoint that is not what its manifest says is not folded into."""
-    quantkit.convert(checkpoint("glm-5.2-fp8_block"), tmp_path / "int4")
-    shard = min((tmp_path / "int4").glob("*.safetensors"))
-    data = shard.read_bytes()
-    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(SourceError, match=f"{shard.name} has another sha256 than quantkit.json says"):
-        folding.fold(tmp_path / "int4", named("glm-5.2", **PARTS), tmp_path / "out")
-    assert not (tmp_path / "out" / "config.json").exists()
-
-    (tmp_path / "int4" / "quantkit.json").write_text("{")
-    with pytest.raises(SourceError, match=r"quantkit.json cannot be read"):
-        folding.fold(tmp_path / "int4", named("glm-5.2", **PARTS), tmp_path / "other", way=Way.COPY)
