@@ -2,43 +2,33 @@
 
 import builtins
 import json
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_reference import write_numbers, write_runnable
+from model_reference import write_numbers
+from program import Runner
+from runnable import write_runnable
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibration import CalibrationReport
 from quantkit.calibration.run import REPORT_FILE, SCALES_FILE
 from quantkit.checkpoint.source import open_source
-from quantkit.cli import main
 from quantkit.models.config import read_config
 from quantkit.runtime.scales import read_scale_file, scales_by_layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PNG = b"\x89PNG\r\n\x1a\n"
-Runner = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Runner:
+def run(quantkit: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Runner:
     """Runs `quantkit calibrate` in an empty folder: exit code, stdout and stderr."""
-
-    def calibrate(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["quantkit", "calibrate", *map(str, arguments)])
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        printed = capsys.readouterr()
-        assert isinstance(leaving.value.code, int)
-        return leaving.value.code, printed.out, printed.err
-
-    return calibrate
+    monkeypatch.chdir(tmp_path)
+    return partial(quantkit, "calibrate")
 
 
 @pytest.fixture(scope="module")

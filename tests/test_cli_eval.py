@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from program import Result, Runner
 
 from quantkit.capacity.layouts import KvDtype
-from quantkit.cli import main
 from quantkit.eval import gate
 from quantkit.eval.compare import Counts, decide
 from quantkit.eval.task_specs import TaskSpec
@@ -60,29 +60,21 @@ def make_report(verdict: Verdict, **changes: Any) -> AccuracyReport:
 class Eval:
     """The program in this process with a gate that gives `report`; `calls` holds what the gate was asked."""
 
-    capsys: pytest.CaptureFixture[str]
-    monkeypatch: pytest.MonkeyPatch
+    quantkit: Runner
     report: AccuracyReport
     calls: list[dict[str, Any]]
 
-    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
+    def __call__(self, *arguments: str | Path) -> Result:
         """Exit code, stdout and stderr of `quantkit eval` with these arguments."""
-        self.monkeypatch.setattr(sys, "argv", ["quantkit", "eval", *map(str, arguments)])
-        self.capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        assert isinstance(leaving.value.code, int)
-        return leaving.value.code, *self.capsys.readouterr()
+        return self.quantkit("eval", *arguments)
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Eval:
+def run(quantkit: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Eval:
     """Runs `quantkit eval` with a gate that runs nothing."""
-    for name in ("QUANTKIT_DEBUG", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("QUANTKIT_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
-    made = Eval(capsys, monkeypatch, make_report(Verdict.PASS), [])
+    made = Eval(quantkit, make_report(Verdict.PASS), [])
 
     def evaluate(candidate: Any, baseline: Any, options: gate.Options, **others: Any) -> AccuracyReport:
         made.calls.append({"candidate": candidate, "baseline": baseline, "options": options, **others})

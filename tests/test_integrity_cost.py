@@ -1,7 +1,6 @@
 """`quantkit bench integrity`: what is timed, in which order, and when it fails; and the intervals of ratios."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,8 @@ import counting_model as stub
 import numpy as np
 import pytest
 import torch
+from program import Result, Runner
 
-from quantkit.cli import main
 from quantkit.errors import NotComparable, UsageError
 from quantkit.eval import integrity_cost
 from quantkit.eval.bootstrap import Resampling, Series, p95, ratio, total
@@ -199,22 +198,14 @@ def test_tables(clocked: Clocked) -> None:
 # --- the command
 
 
-Runner = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
+def run(quantkit: Runner, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """Runs `quantkit bench integrity` on a model with few pairs: exit code, stdout and stderr."""
 
-    def bench(model: Model, *arguments: str | Path) -> tuple[int, str, str]:
+    def bench(model: Model, *arguments: str | Path) -> Result:
         monkeypatch.setattr(integrity_cost, "load", lambda folder: model)
         few = ("--requests", "2", "--pairs", "8", "--content-pairs", "0", "--prompt-tokens", "20", "--page-size", "4")
-        monkeypatch.setattr(sys, "argv", ["quantkit", "bench", "integrity", "folder", *few, *map(str, arguments)])
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        printed = capsys.readouterr()
-        assert isinstance(leaving.value.code, int)
-        return leaving.value.code, printed.out, printed.err
+        return quantkit("bench", "integrity", "folder", *few, *arguments)
 
     return bench
 

@@ -4,16 +4,15 @@ that never arrive, two scales for one row, pages read as what they are not, pref
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from program import Runner
 from safetensors.torch import save_file
 
 import quantkit
-from quantkit.cli import main
 from quantkit.errors import CacheError
 from quantkit.models import Decoder, load
 from quantkit.runtime.page_set import PageSet, export_pages
@@ -30,16 +29,13 @@ Generate = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Generate:
+def generate(quantkit: Runner) -> Generate:
     """Runs `quantkit generate` with an FP8 cache: exit code and stderr."""
 
     def run(checkpoint: Path, *options: str | Path) -> tuple[int, str]:
-        words = "quantkit", "generate", checkpoint, PROMPT, "--kv", "fp8", "--memory", "4MB", "--max-new-tokens", "2"
-        monkeypatch.setattr(sys, "argv", list(map(str, (*words, *options))))
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        assert isinstance(leaving.value.code, int)
-        return leaving.value.code, capsys.readouterr().err.replace("\n", " ")
+        words = "generate", checkpoint, PROMPT, "--kv", "fp8", "--memory", "4MB", "--max-new-tokens", "2"
+        result = quantkit(*words, *options)
+        return result.exit_code, result.stderr.replace("\n", " ")
 
     return run
 

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from program import Result, Runner
 
-from quantkit.cli import main
 from quantkit.errors import SourceError
 from quantkit.runtime.generation import GenerationReport
 from quantkit.runtime.scales import KvScaleFile
@@ -20,21 +18,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = "As well as WSGI, Django also"
 TEXTS = (PROMPT, "", " leading space", "naïve café 你好 🙂", "a\n\n    b\tc", "<|user|>")
-Runner = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], glm_tiny: Path) -> Runner:
+def run(quantkit: Runner, glm_tiny: Path) -> Runner:
     """Runs `quantkit generate` on the trained model: exit code, stdout and stderr."""
 
-    def generate(*arguments: str | Path, checkpoint: Path = glm_tiny) -> tuple[int, str, str]:
-        command = ["quantkit", "generate", checkpoint, *arguments, "--memory", "4MB", "--max-new-tokens", "6"]
-        monkeypatch.setattr(sys, "argv", list(map(str, command)))
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        printed = capsys.readouterr()
-        assert isinstance(leaving.value.code, int)
-        return leaving.value.code, printed.out, printed.err
+    def generate(*arguments: str | Path, checkpoint: Path = glm_tiny) -> Result:
+        return quantkit("generate", checkpoint, *arguments, "--memory", "4MB", "--max-new-tokens", "6")
 
     return generate
 

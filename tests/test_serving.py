@@ -1,8 +1,6 @@
 """`plan` gives the published sizes, names what does not come out, and refuses by name what it cannot tell."""
 
-import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ from quantkit.recipe import Mtp
 from quantkit.serving.fit import GIB, Deployment, describe, plan_serving, report
 from quantkit.serving.published import int4_experts_only
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 CONFIGS = Path(__file__).parent / "fixtures" / "configs"
 REFUSED = {
     "glm-4.7-flash": "its config has no n_shared_experts",
@@ -28,14 +28,6 @@ REFUSED = {
     "glm-5.3-flash": "model type 'glm5_next'",
 }
 EP_DP: dict[str, Any] = {"ep": True, "dp_attention": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_garbage() -> Iterator[None]:
-    """Published headers are half a million objects; looking for garbage in them takes longer than making them."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 Described = tuple[Source, Model]
