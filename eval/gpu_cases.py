@@ -4,7 +4,7 @@ A problem holds its results as they are before a launch, for the check to poison
 whole numbers), which are computed on the same device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from quantkit.kernels import pages as layouts
 from quantkit.kernels.gpu.kv_write import write_gqa, write_mla
 from quantkit.kernels.gpu.page_check import page_check
 from quantkit.kernels.gpu.page_digest import page_digest
-from quantkit.kernels.gpu.paged_decode import decode_gqa, decode_mla
+from quantkit.kernels.gpu.paged_decode import Launch, configs, decode_gqa, decode_mla
 from quantkit.kernels.reference import kv_write as write_reference
 from quantkit.kernels.reference import page_check as check_reference
 from quantkit.kernels.reference import page_digest as digest_reference
@@ -45,13 +45,14 @@ class Sizes:
 
 FULL = Sizes(64, 8192, 2048, 16384, 12288, 6144, 8, 4096, 4096)
 QUICK = Sizes(16, 4096, 512, 4096, 4096, 4096, 8, 1024, 1024)
+FAR = Sizes(64, 65536, 2048, 3_800_000, 360_000, 6144, 720, 4096, 64)  # 2^31 numbers or words and more of everything
 
 
 @dataclass(frozen=True)
 class Problem:
     """One launch: `results` are written by `launch`; `nbytes` must move and `flops` be done; `peer` does it in BF16."""
 
-    launch: Callable[[], object]
+    launch: Callable[..., object]
     results: tuple[torch.Tensor, ...]
     exact: Callable[[], tuple[torch.Tensor, ...]]
     nbytes: int
@@ -70,36 +71,54 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel by name, how to make its problem, and the largest relative Frobenius error."""
+    """A kernel by name, how to make its problem, and the largest relative Frobenius error; `argument` of its launch
+    takes each of `choices`, of which one is chosen where it is left out. `far`: also with sizes beyond 2^31.
+    """
 
     name: str
     make: Callable[[torch.device, Sizes], Problem]
     bound: float
     wanted: Wanted = Wanted()
+    argument: str = "config"
+    choices: Sequence[object] = ()
+    far: bool = False
+
+    def variants(self) -> dict[str, dict[str, object]]:
+        """What is added to a launch, by a name for it: nothing, then each of the choices."""
+        tried = {f"{self.name}, {getattr(choice, 'tile', choice)}": {self.argument: choice} for choice in self.choices}
+        return {self.name: {}, **tried}
 
 
 def page_cases() -> list[Case]:
     """Writing, attention, and integrity."""
     small, large = Wanted(copy_share=0.7), Wanted(tflops=300)
+    others = (8, small), (128, large)
     return [
-        *(Case(f"kv_write MLA {kind}", partial(_write_mla, kind), 0.0) for kind in ("e4m3", "bf16", "ds")),
-        Case("kv_write GQA e4m3", _write_gqa, 0.0),
+        *(Case(f"kv_write MLA {kind}", partial(_write_mla, kind), 0.0, far=True) for kind in ("e4m3", "bf16", "ds")),
+        Case("kv_write GQA e4m3", _write_gqa, 0.0, far=True),
         *(
-            Case(f"MLA e4m3 {heads} heads", partial(_mla, "e4m3", heads), FP16_WEIGHTS, large if heads >= 64 else small)
-            for heads in (8, 16, 64, 128)
+            Case(f"MLA e4m3 {heads} heads", partial(_mla, "e4m3", heads), FP16_WEIGHTS, wanted)
+            for heads, wanted in others
         ),
-        *(Case(f"MLA bf16 {heads} heads", partial(_mla, "bf16", heads), BF16_WEIGHTS) for heads in (16, 64)),
-        *(
-            Case(f"MLA {kind} 64 heads, token lists", partial(_mla, kind, 64, listed=True), bound)
-            for kind, bound in (("e4m3", FP16_WEIGHTS), ("ds", BF16_WEIGHTS))
-        ),
-        *(
-            Case(f"GQA {kind} 64 heads", partial(_gqa, dtype), bound)
-            for kind, dtype, bound in (("e4m3", E4M3, FP16_WEIGHTS), ("bf16", BF16, BF16_WEIGHTS))
-        ),
+        _attention("MLA e4m3 16 heads", partial(_mla, "e4m3", 16), 16, 1, small, far=True),
+        _attention("MLA e4m3 64 heads", partial(_mla, "e4m3", 64), 64, 1, large),
+        *(_attention(f"MLA bf16 {heads} heads", partial(_mla, "bf16", heads), heads, 2) for heads in (16, 64)),
+        _attention("MLA e4m3 64 heads, token lists", partial(_mla, "e4m3", 64, listed=True), 64, 1, far=True),
+        _attention("MLA ds 64 heads, token lists", partial(_mla, "ds", 64, listed=True), 64, 1, far=True),
+        _attention("GQA e4m3 64 heads", partial(_gqa, E4M3), 8, 1, far=True),
+        _attention("GQA bf16 64 heads", partial(_gqa, BF16), 8, 2),
         Case("page_check", _check, 0.0),
-        Case("page_digest", _digest, 0.0, Wanted(copy_share=0.5)),
+        Case("page_digest", _digest, 0.0, Wanted(copy_share=0.5), far=True),
     ]
+
+
+def _attention(
+    name: str, make: Callable[..., Problem], shared: int, itemsize: int, wanted: Wanted = Wanted(), far: bool = False
+) -> Case:
+    """A case for `shared` heads that read the same rows, with the tiles that fit."""
+    width = HEAD_SIZE if name.startswith("GQA") else LATENT + ROPE
+    tiles = [Launch(tile=tile) for tile in configs(shared, width, itemsize)]
+    return Case(name, make, FP16_WEIGHTS if "e4m3" in name else BF16_WEIGHTS, wanted, "launch", tiles, far)
 
 
 def _counts(device: torch.device) -> torch.Tensor:
@@ -141,10 +160,10 @@ def _write_gqa(device: torch.device, sizes: Sizes) -> Problem:
 
 
 def _requests(device: torch.device, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block table over shuffled pages, and lengths of which the longest fills it."""
+    """A block table over shuffled pages on `device`, and on the CPU lengths of which the longest fills it."""
     max_pages = -(-sizes.tokens // PAGE_SIZE)
     table = torch.randperm(sizes.requests * max_pages, device=device).view(sizes.requests, max_pages).int()
-    lengths = torch.randint(sizes.tokens * 7 // 8, sizes.tokens + 1, (sizes.requests,), device=device).int()
+    lengths = torch.randint(sizes.tokens * 7 // 8, sizes.tokens + 1, (sizes.requests,)).int()
     lengths[0] = sizes.tokens
     return table, lengths
 
@@ -159,16 +178,18 @@ def _mla(kind: str, heads: int, device: torch.device, sizes: Sizes, listed: bool
     pages = rows.view(-1, PAGE_SIZE, LATENT + ROPE).to({"e4m3": E4M3}.get(kind, BF16))
     if kind == "ds":
         pages = torch.empty(table.numel(), PAGE_SIZE, layouts.DS_ROW, dtype=torch.uint8, device=device)
-        slots = torch.arange(len(rows), device=device)
-        write_reference.write_mla(rows[:, :LATENT], rows[:, LATENT:], pages, slots, 1.0, _counts(device))
+        if device.type != "meta":  # where nothing is written
+            slots = torch.arange(len(rows), device=device)
+            write_reference.write_mla(rows[:, :LATENT], rows[:, LATENT:], pages, slots, 1.0, _counts(device))
     query, tail = (torch.randn(sizes.requests, heads, width, device=device).to(BF16) for width in (LATENT, ROPE))
     indices, tokens = None, int(lengths.sum())
     if listed:
-        indices = torch.randint(0, sizes.tokens, (sizes.requests, sizes.topk), device=device).int()
-        indices = torch.where(indices < lengths[:, None], indices, -1).contiguous()
+        indices = torch.randint(0, sizes.tokens, (sizes.requests, sizes.topk)).int()
+        indices = torch.where(indices < lengths[:, None], indices, -1)
         tokens = int((indices >= 0).sum())
+        indices = indices.to(device)
     result = _empty_result(query)
-    shared = pages, table, lengths, 0.1, 0.5 if kind == "e4m3" else 1.0, indices
+    shared = pages, table, lengths.to(device), 0.1, 0.5 if kind == "e4m3" else 1.0, indices
 
     def exact() -> tuple[torch.Tensor, ...]:
         return decode_reference.decode_mla(query.double(), tail.double(), *shared)
@@ -185,7 +206,7 @@ def _gqa(dtype: torch.dtype, device: torch.device, sizes: Sizes) -> Problem:
     query = torch.randn(sizes.requests, 64, HEAD_SIZE, device=device).to(BF16)
     result = _empty_result(query)
     scales = (0.5, 2.0) if dtype == E4M3 else (1.0, 1.0)
-    shared = keys, values, table, lengths, 0.1, *scales
+    shared = keys, values, table, lengths.to(device), 0.1, *scales
 
     def exact() -> tuple[torch.Tensor, ...]:
         return decode_reference.decode_gqa(query.double(), *shared)
@@ -198,7 +219,7 @@ def _gqa(dtype: torch.dtype, device: torch.device, sizes: Sizes) -> Problem:
 
 def _check(device: torch.device, sizes: Sizes) -> Problem:
     table, lengths = _requests(device, sizes)
-    counts = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
+    counts = ((lengths + PAGE_SIZE - 1) // PAGE_SIZE).to(device)
     generations = torch.randperm(table.numel(), device=device) + 1
     expected = generations[table.long()]
     wrong = torch.randint(0, table.shape[1], (sizes.requests,), device=device)

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from quantkit.errors import UsageError
+from quantkit.kernels.checks import require
 
 E4M3_TYPES = (torch.float8_e4m3fn, torch.uint8)
 PLAIN_TYPES = (torch.bfloat16, torch.float32)
@@ -45,12 +45,6 @@ def ds_parts(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     scales, rope = row.view(torch.float32), row.view(torch.bfloat16)
     first = DS_ROW - DS_ROPE * 2
     return row[..., :DS_LATENT], scales[..., DS_LATENT // 4 : first // 4], rope[..., first // 2 :]
-
-
-def require(condition: bool, message: str, hint: str | None = None) -> None:
-    """Raise a UsageError unless `condition` holds."""
-    if not condition:
-        raise UsageError(message, hint=hint)
 
 
 def check_scale(name: str, scale: float, pages: torch.Tensor) -> None:
@@ -112,14 +106,3 @@ def check_source(name: str, values: torch.Tensor, tokens: int) -> None:
     require(values.dtype in SOURCE_TYPES, f"{name} is {values.dtype}; known are BF16, float16 and float32")
     require(values.shape[0] == tokens, f"{name} has {values.shape[0]} tokens, slots {tokens}")
     require(values[:1].is_contiguous(), f"a token of {name} is not contiguous", "call .contiguous()")
-
-
-def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
-    """Refuse a tensor that is not contiguous, of one of `dtypes`, and of `shape` (None: any size)."""
-    require(tensor.dtype in dtypes, f"{name} is {tensor.dtype}, not {' or '.join(map(str, dtypes))}")
-    fits = tensor.dim() == len(shape) and all(
-        want in (None, have) for have, want in zip(tensor.shape, shape, strict=True)
-    )
-    wanted = ", ".join("any" if size is None else str(size) for size in shape)
-    require(fits, f"{name} has shape {list(tensor.shape)}, not [{wanted}]")
-    require(tensor.is_contiguous(), f"{name} is not contiguous", "call .contiguous()")

@@ -2,20 +2,24 @@
 and its judgement is tested with figures that are made up."""
 
 import json
-from collections.abc import Callable
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from quantkit.eval import gpu_check
-from quantkit.eval.gpu_cases import Case, Problem, Sizes, Wanted
-from quantkit.eval.gpu_check import Limits, Outcome
+from quantkit.eval.gpu_cases import FAR, Case, Problem, Sizes, Wanted
+from quantkit.eval.gpu_check import Outcome
+from quantkit.eval.gpu_timing import Limits
+from quantkit.kernels.gpu.compiled import Compiled
 
 TINY = Sizes(requests=2, tokens=70, topk=20, written=64, rows=64, columns=256, experts=2, expert_rows=64, gemm_rows=24)
 CASES = {case.name: case for case in gpu_check.cases()}
 KERNEL_FILES = Path(__file__).parent.parent / "kernels" / "gpu"
-HELD = {"bits", "paged_attention", "w4a16"}  # what the others are made of, or choose between
+HELD = {"bits", "compiled", "launching", "paged_attention", "w4a16"}  # what the others need, or choose between
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -29,7 +33,7 @@ def test_cases_are_right_in_the_interpreter(name: str) -> None:
     torch.manual_seed(3)
     problem = CASES[name].make(torch.device("cpu"), TINY)
 
-    assert gpu_check.check(problem) <= CASES[name].bound
+    assert gpu_check.check(problem, problem.launch, problem.exact()) <= CASES[name].bound
     assert problem.nbytes > sum(result.numel() for result in problem.results)
     assert (CASES[name].wanted.speedup == 0) or problem.peer
     assert (CASES[name].wanted.tflops == 0) or problem.flops
@@ -39,8 +43,7 @@ def test_cases_are_right_in_the_interpreter(name: str) -> None:
 def test_a_kernel_that_writes_nothing_is_wrong(name: str) -> None:
     """Poisoned results that nobody overwrites are beyond any bound."""
     problem = CASES[name].make(torch.device("cpu"), TINY)
-    idle = Problem(lambda: None, problem.results, problem.exact, problem.nbytes)
-    error = gpu_check.check(idle)
+    error = gpu_check.check(problem, lambda: None, problem.exact())
 
     assert not Outcome(name, CASES[name].bound, error).right
 
@@ -123,41 +126,96 @@ def broken(device: torch.device, sizes: Sizes) -> Problem:
     raise RuntimeError("no such instruction")
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the GPU: everything takes a millisecond, and what would be built is there already."""
+    monkeypatch.setattr(gpu_check, "measure", lambda launch, repeats, flush: [1.0] * repeats)
+    monkeypatch.setattr(gpu_check, "captured", lambda launch: launch)
+    monkeypatch.setattr(gpu_check, "measure_limits", lambda flush, repeats: Limits(4000.0, 700.0))
+    monkeypatch.setattr(gpu_check, "build", lambda names, arches, quick: iter(()))
+    monkeypatch.setattr(gpu_check, "QUICK", TINY)
+    monkeypatch.setattr(gpu_check, "FAR", TINY)
+    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "made-up GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def not_this_tile(**changes: object) -> None:
+    """A launcher that takes no other tile."""
+    if changes:
+        raise RuntimeError("out of shared memory")
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_a_run_is_written_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole way with a stand-in for the GPU: one right, one broken; a table, a JSON file, exit code 3."""
-    good = CASES["page_check"]
-
-    def measure(launch: Callable[[], object], repeats: int, flush: torch.Tensor) -> list[float]:
-        return [1.0] * repeats
-
-    monkeypatch.setattr(gpu_check, "measure", measure)
-    monkeypatch.setattr(gpu_check, "measure_limits", lambda flush, repeats: Limits(4000.0, 700.0))
-    monkeypatch.setattr(gpu_check, "QUICK", TINY)
-    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu_check, "cases", lambda: [good, Case("broken", broken, 0.0)])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "made-up GPU")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    """The whole way: one right, at both sizes and with its tiles; one that does not build, one with a tile that does
+    not fit; tables, a JSON file, exit code 3."""
+    good = replace(CASES["GEMV int4 g=32"], far=True, choices=CASES["GEMV int4 g=32"].choices[:2])
+    fits = Problem(not_this_tile, (torch.zeros(1),), lambda: (torch.full((1,), torch.nan),), 1)
+    odd = Case("odd", lambda device, sizes: replace(fits, launch=not_this_tile), torch.inf, choices=("wide",))
+    monkeypatch.setattr(gpu_check, "cases", lambda: [good, Case("broken", broken, 0.0), odd])
     path = tmp_path / "out.json"
 
     assert gpu_check.main(["--quick", "--output", str(path)]) == 3
     written = json.loads(path.read_text())
-    assert [(kernel["name"], kernel["right"]) for kernel in written["kernels"]] == [
-        ("page_check", True),
-        ("broken", False),
-    ]
+    tiles = [f"GEMV int4 g=32, {tile}" for tile in good.choices]
+    names = ["GEMV int4 g=32", "broken", "odd", "GEMV int4 g=32, beyond 2^31", *tiles, "odd, wide"]
+    assert [kernel["name"] for kernel in written["kernels"]] == names
+    assert {kernel["name"] for kernel in written["kernels"] if kernel["failure"]} == {"broken", "odd, wide"}
     assert written["kernels"][1]["failure"] == "RuntimeError: no such instruction"
     assert written["device"].startswith("made-up GPU")
-    assert "| broken | RuntimeError: no such instruction |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| broken | RuntimeError: no such instruction |" in said
+    assert f"| GEMV int4 g=32 | 1.0000 | 1.0000 | {good.choices[0]} |" in said
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_what_does_not_fit_into_the_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond eight minutes the rest is not run, and is not right."""
-    monkeypatch.setattr(gpu_check, "measure_limits", lambda flush, repeats: Limits(1.0, 1.0))
-    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
+    """Beyond ten minutes the rest is not run, and is not right; no tiles are tried."""
     monkeypatch.setattr(gpu_check, "BUDGET_SECONDS", -1)
-    _, outcomes = gpu_check.run_all([CASES["page_check"]], TINY, 1)
+    _, outcomes = gpu_check.run_all([CASES["GEMV nvfp4"]], TINY, 1, time.monotonic())
 
     assert [(outcome.failure, outcome.right) for outcome in outcomes] == [("not run: no time left", False)]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_launch_that_only_a_graph_gets_wrong_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replayed graph leaves is compared, too."""
+    monkeypatch.setattr(gpu_check, "captured", lambda launch: lambda: None)
+    outcome = gpu_check.run_case(CASES["page_check"], TINY, Limits(1.0, 1.0), torch.zeros(1), 2)
+
+    assert not outcome.right
+    assert outcome.failure is None
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.far])
+def test_far_sizes_are_beyond_32_bits(name: str) -> None:
+    """Something that the kernel reads or writes has more than 2^31 elements."""
+    problem = CASES[name].make(torch.device("meta"), FAR)
+    assert isinstance(problem.launch, partial)
+    given = [*problem.launch.args, *problem.launch.keywords.values(), *problem.results]
+
+    assert max(value.numel() for value in given if isinstance(value, torch.Tensor)) > 2**31
+
+
+@pytest.mark.parametrize(("fault", "code"), [("", 0), ("300000 bytes of shared memory, not 232448", 3)])
+def test_compiling_only(
+    fault: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU every launch of that name is compiled for both architectures; a fault is named, and is code 3."""
+    asked: list[tuple[list[str], tuple[int, ...]]] = []
+
+    def build(names: list[str], arches: tuple[int, ...], quick: bool) -> list[Compiled]:
+        asked.append((names, arches))
+        return [Compiled(name, "_check", arch, 4, 38, 16, 0, fault) for name in names for arch in arches]
+
+    monkeypatch.setattr(gpu_check, "build", build)
+    assert gpu_check.main(["--compile-only", "--only", "page_check"]) == code
+    assert asked == [(["page_check", "page_check, one", "page_check, no pages"], (90, 100))]
+    said = capsys.readouterr().out
+    assert "| page_check, one | _check | 100 | 4 | 38 | 16 | 0 |" in said
+    assert ("page_check, one, _check, sm_100: 300000 bytes of shared memory, not 232448" in said) == bool(fault)

@@ -3,7 +3,7 @@ attention and integrity, too) compile for sm_90 and sm_100.
 
 To remake the table of registers, shared memory and stack:
 
-    python -c "import triton_support as t; print(end=t.as_table(t.compile_launches('launches_pages')))"
+    python -c "import triton_support as t; print(end=t.compiled.as_table(t.compile_launches('pages')))"
 
 in tests/, into fixtures/gpu_pages.md.
 """
@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from triton_support import as_table, compile_launches, guards
+from triton_support import compile_launches, guards
 
 from quantkit.errors import UsageError
 from quantkit.kernels import pages as layouts
+from quantkit.kernels.gpu import compiled
 from quantkit.kernels.gpu import kv_write as write_kernels
 from quantkit.kernels.reference import kv_write as write_reference
 
@@ -221,4 +222,4 @@ def test_what_cannot_be_written_is_refused(writer: Any, change: dict[str, Any], 
 
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     """Every kernel compiles for sm_90 and sm_100; what it takes is in the kept table."""
-    assert as_table(compile_launches("launches_pages")) == TABLE.read_text()
+    assert compiled.as_table(compile_launches("pages")) == TABLE.read_text()

@@ -2,7 +2,7 @@
 
 To remake the table of registers, shared memory and stack:
 
-    python -c "import triton_support as t; print(end=t.as_table(t.compile_launches('launches_weights')))"
+    python -c "import triton_support as t; print(end=t.compiled.as_table(t.compile_launches('weights')))"
 
 in tests/, into fixtures/gpu_weights.md.
 """
@@ -14,11 +14,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_support import Guards, as_table, compile_launches, guards
+from triton_support import Guards, compile_launches, guards
 
+from quantkit.errors import UsageError
 from quantkit.formats import fp8_block, int4, nvfp4
 from quantkit.kernels.gpu import (
     bits,
+    compiled,
     fp8_block_dequantize,
     int4_dequantize,
     nvfp4_dequantize,
@@ -422,16 +424,16 @@ MISTAKES = {
 @pytest.mark.parametrize(("call", "message"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
     """Shapes and types that do not belong together are refused before a launch, with the value that is wrong."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011, the message is compared below
+    with pytest.raises(UsageError) as caught:
         call()
     assert message in str(caught.value)
 
 
 def test_kernels_compile_for_gpus() -> None:
     """Every launch compiles for sm_90 and sm_100, and takes the registers and memory of the table; no loop spills."""
-    rows = compile_launches("launches_weights")
+    rows = compile_launches("weights")
 
     assert {row.arch for row in rows} == {90, 100}
     spilled = {(row.launch, row.arch): row.stack for row in rows if row.stack > 0}
     assert spilled == {("NVFP4 M=4096", 100): 8}  # one register, stored and loaded once, ahead of the loop
-    assert as_table(rows) == TABLE.read_text()
+    assert compiled.as_table(rows) == TABLE.read_text()

@@ -306,7 +306,8 @@ def _print_ptx() -> None:
     """For each GPU, the PTX of a kernel that writes E4M3 and of one that reads it; to be run where Triton compiles."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
-    from triton_support import ARCHES, _AbsentGpu
+
+    from quantkit.kernels.gpu.compiled import ARCHES, AbsentGpu
 
     assembled: list[str] = []
     original = JITFunction.run
@@ -317,7 +318,7 @@ def _print_ptx() -> None:
     JITFunction.run = compile_only
     empty = partial(torch.empty, device="meta")
     for arch in ARCHES:
-        driver.set_active(_AbsentGpu(arch))
+        driver.set_active(AbsentGpu(arch))
         rows = empty(4, 512, dtype=BF16), empty(4, 64, dtype=BF16)
         slots, counts = (empty(count, dtype=torch.int64) for count in (4, 3))
         write_mla(*rows, empty(9, 64, 576, dtype=torch.uint8), slots, 1.0, counts)

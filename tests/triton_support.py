@@ -5,21 +5,20 @@ interprets (`TRITON_INTERPRET` is set in conftest.py); `compile_launches` starts
 """
 
 import contextlib
-import importlib
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
 
 import torch
 
-ARCHES = (90, 100)
+from quantkit.eval.gpu_page_launches import page_branches, page_launches
+from quantkit.eval.gpu_weight_launches import weight_branches, weight_launches
+from quantkit.kernels.gpu import compiled
+from quantkit.kernels.gpu.compiled import Compiled
+
 _GUARD_BYTES = 4096
 
 
@@ -71,93 +70,22 @@ def guards() -> Iterator[Guards]:
     guarded.check()
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What a compiled kernel takes: registers of a thread, shared memory of a block and stack of a thread in bytes.
-
-    A stack other than 0 means that registers were spilled to memory, or that an array is indexed at run time.
-    """
-
-    launch: str
-    kernel: str
-    arch: int
-    warps: int
-    registers: int
-    shared: int
-    stack: int
-
-
-def compile_launches(module: str) -> list[Compiled]:
-    """Compile, in another process, every kernel that the launches of `tests/<module>.py` launch, for each of `ARCHES`.
-
-    The module has `LAUNCHES`, name -> function without arguments. Each calls a launcher with tensors on the device
-    "meta", which have a shape and no memory: the kernels are compiled with the launcher's own choices, not run.
-    """
+def compile_launches(kind: str) -> list[Compiled]:
+    """Compile, in another process, every kernel of the launches of a `kind` below, for each of its architectures."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}  # as by default, which warns
-    command = [sys.executable, __file__, module]
+    command = [sys.executable, __file__, kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [Compiled(**row) for row in json.loads(done.stdout)]
 
 
-def as_table(rows: list[Compiled]) -> str:
-    """A Markdown table of compiled kernels, one line each."""
-    head = [field.name for field in fields(Compiled)]
-    lines = [head, ["---"] * len(head), *([str(cell) for cell in astuple(row)] for row in rows)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-class _AbsentGpu:
-    """As much of a Triton driver as compiling needs."""
-
-    def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.target.arch  # kernels are cached by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def _compile(module: str) -> list[Compiled]:
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    rows: list[Compiled] = []
-    original = JITFunction.run
-    for arch in ARCHES:
-        driver.set_active(_AbsentGpu(arch))
-        for launch, call in importlib.import_module(module).LAUNCHES.items():
-
-            def compile_only(self: Any, *args: Any, launch: str = launch, arch: int = arch, **options: Any) -> None:
-                kernel = original(self, *args, **options | {"warmup": True})
-                rows.append(_measure(launch, arch, kernel))
-
-            JITFunction.run = compile_only
-            call()
-    return sorted(dict.fromkeys(rows), key=lambda row: (row.launch, row.arch))
-
-
-def _measure(launch: str, arch: int, kernel: Any) -> Compiled:
-    import triton
-
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    assert found, usage
-    registers, stack, local = map(int, found.groups())
-    meta = kernel.metadata
-    return Compiled(launch, meta.name, arch, meta.num_warps, registers, meta.shared, max(stack, local))
-
+KINDS = {
+    "pages": (page_launches, compiled.ARCHES),
+    "weights": (weight_launches, compiled.ARCHES),
+    "page branches": (page_branches, (90,)),
+    "weight branches": (weight_branches, (90,)),
+}
 
 if __name__ == "__main__":
-    json.dump([asdict(row) for row in _compile(sys.argv[1])], sys.stdout)
+    make, arches = KINDS[sys.argv[1]]
+    json.dump([asdict(row) for row in compiled.compile_launches(make(torch.device("meta")), arches)], sys.stdout)

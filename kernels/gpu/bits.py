@@ -16,14 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit.kernels.checks import require
+
 E4M3_NAN: tl.constexpr = tl.constexpr(0x7F)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError with `message` unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 def bf16_as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +45,7 @@ class Weight4(NamedTuple):
 def as_weight4(packed: torch.Tensor, scale: torch.Tensor, multiplier: torch.Tensor | None) -> Weight4:
     """Check INT4 `packed` int32 [(E,) N, K / 8] or NVFP4 `packed` uint8 [(E,) N, K / 2] with `scale` and `multiplier`.
 
-    Raises ValueError where shapes or types do not fit.
+    Raises UsageError where shapes or types do not fit.
     """
     nvfp4 = packed.dtype == torch.uint8
     require(nvfp4 or packed.dtype == torch.int32, f"packed is {packed.dtype}, not int32 (INT4) or uint8 (NVFP4)")
@@ -74,7 +70,7 @@ def as_weight4(packed: torch.Tensor, scale: torch.Tensor, multiplier: torch.Tens
 
 
 def check_product(x: torch.Tensor, weight: Weight4, pairs: int, out: torch.Tensor) -> None:
-    """Raise ValueError unless `x` [rows, K] fits `weight`, its rows divide `pairs`, and `out` is [pairs, N] like it."""
+    """Raise UsageError unless `x` [rows, K] fits `weight`, its rows divide `pairs`, and `out` is [pairs, N] like it."""
     _, rows, words = weight.words.shape
     require(x.dtype in (torch.bfloat16, torch.float16), f"x is {x.dtype}, not BF16 or FP16")
     require(x.dim() == 2 and x.shape[1] == words * 8, f"x is {[*x.shape]}, but the weights have K = {words * 8}")

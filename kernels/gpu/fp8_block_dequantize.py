@@ -17,15 +17,16 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit.kernels.checks import require
 from quantkit.kernels.gpu.bits import (
     FLOATS,
     bf16_as_bits,
     e4m3_to_float16,
     e8m0_to_float32,
     from_float32,
-    require,
     to_float32,
 )
+from quantkit.kernels.gpu.launching import run
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def fp8_block_dequantize(
 ) -> torch.Tensor:
     """Decode `weight` with `scale` into `out` (a new tensor of `dtype` by default). All are contiguous.
 
-    Raises ValueError where shapes, types or the block do not fit.
+    Raises UsageError where shapes, types or the block do not fit.
     """
     rows, columns = weight.shape
     grid = (-(-rows // block[0]), -(-columns // block[1])) if min(block) > 0 else None
@@ -68,7 +69,9 @@ def fp8_block_dequantize(
     config = config or Config()
     segment = math.gcd(16, block[1]) if block[1] < columns else 16
     e8m0 = scale.dtype == torch.float8_e8m0fnu
-    _dequantize[(triton.cdiv(rows, config.ROWS), triton.cdiv(columns, config.COLUMNS))](
+    run(
+        _dequantize,
+        (triton.cdiv(rows, config.ROWS), triton.cdiv(columns, config.COLUMNS)),
         weight.view(torch.uint8),
         scale.view(torch.uint8) if e8m0 else bf16_as_bits(scale),
         bf16_as_bits(out),

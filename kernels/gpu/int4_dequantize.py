@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit.kernels.gpu.bits import FLOATS, bf16_as_bits, from_float32, int4_to_float16, require, to_float32
+from quantkit.kernels.checks import require
+from quantkit.kernels.gpu.bits import FLOATS, bf16_as_bits, from_float32, int4_to_float16, to_float32
+from quantkit.kernels.gpu.launching import run
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def int4_dequantize(
 ) -> torch.Tensor:
     """Decode `packed` with `scale` into `out` (a new tensor of `dtype` by default). All are contiguous.
 
-    Raises ValueError where shapes or types do not fit.
+    Raises UsageError where shapes or types do not fit.
     """
     *lead, words = packed.shape
     shape = (*lead, words * 8)
@@ -57,8 +59,17 @@ def int4_dequantize(
         return out
     config = config or Config()
     rows = packed.numel() // words
-    _dequantize[(triton.cdiv(rows, config.ROWS), triton.cdiv(words, config.WORDS))](
-        packed, bf16_as_bits(scale), bf16_as_bits(out), rows, words, groups, words // groups, **asdict(config)
+    run(
+        _dequantize,
+        (triton.cdiv(rows, config.ROWS), triton.cdiv(words, config.WORDS)),
+        packed,
+        bf16_as_bits(scale),
+        bf16_as_bits(out),
+        rows,
+        words,
+        groups,
+        words // groups,
+        **asdict(config),
     )
     return out
 

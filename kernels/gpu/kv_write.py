@@ -13,6 +13,7 @@ import triton.language as tl
 
 from quantkit.kernels import pages as layouts
 from quantkit.kernels.gpu.bits import bf16_as_bits, float32_to_e4m3, from_float32, to_float32
+from quantkit.kernels.gpu.launching import run
 from quantkit.kernels.reference.kv_write import SMALLEST_AMAX, check_gqa, check_mla
 
 _MAX_BLOCK = 1024
@@ -72,7 +73,9 @@ def _launch(
     block = min(triton.next_power_of_2(max(widths)), _MAX_BLOCK)
     e4m3 = layouts.is_e4m3(left_rows)
     targets = [rows.view(torch.uint8) if e4m3 else bf16_as_bits(rows) for rows in (left_rows, right_rows)]
-    _write[(slots.numel(), sum(triton.cdiv(width, block) for width in widths))](
+    run(
+        _write,
+        (slots.numel(), sum(triton.cdiv(width, block) for width in widths)),
         bf16_as_bits(left),
         bf16_as_bits(right),
         *targets,
@@ -97,7 +100,9 @@ def _launch_ds(
     latent: torch.Tensor, rope: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor
 ) -> None:
     codes, scales, tail = layouts.ds_parts(pages.flatten(0, 1))
-    _write_ds[(slots.numel(),)](
+    run(
+        _write_ds,
+        (slots.numel(),),
         bf16_as_bits(latent),
         bf16_as_bits(rope),
         codes,

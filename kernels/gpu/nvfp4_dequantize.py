@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit.kernels.gpu.bits import FLOATS, bf16_as_bits, e2m1_to_float16, e4m3_to_float16, from_float32, require
+from quantkit.kernels.checks import require
+from quantkit.kernels.gpu.bits import FLOATS, bf16_as_bits, e2m1_to_float16, e4m3_to_float16, from_float32
+from quantkit.kernels.gpu.launching import run
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def nvfp4_dequantize(
 ) -> torch.Tensor:
     """Decode `packed` with `scale` and `multiplier` into `out` (by default new, of `dtype`). All are contiguous.
 
-    Raises ValueError where shapes or types do not fit.
+    Raises UsageError where shapes or types do not fit.
     """
     *lead, width = packed.shape
     shape = (*lead, width * 2)
@@ -62,7 +64,9 @@ def nvfp4_dequantize(
         return out
     config = config or Config()
     rows, groups = packed.numel() // width, width // 8
-    _dequantize[(triton.cdiv(rows, config.ROWS), triton.cdiv(groups, config.GROUPS))](
+    run(
+        _dequantize,
+        (triton.cdiv(rows, config.ROWS), triton.cdiv(groups, config.GROUPS)),
         packed,
         scale.view(torch.uint8),
         multiplier,

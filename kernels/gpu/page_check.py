@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit.kernels.checks import check_tensor
+from quantkit.kernels.gpu.launching import run
 from quantkit.kernels.reference.page_check import ALL_GOOD, check
 
 _BLOCK = 1024
@@ -30,11 +32,11 @@ def page_check(
     check(block_table, expected, counts, generations)
     requests, max_pages = block_table.shape
     out = counts.new_empty(requests) if out is None else out
+    check_tensor("out", out, (requests,), torch.int32)
     if requests:
         block = min(_BLOCK, triton.next_power_of_2(max_pages + 1))
-        _check[(requests,)](
-            block_table, expected, counts, generations, out, max_pages, generations.numel(), BLOCK=block, num_warps=4
-        )
+        arguments = block_table, expected, counts, generations, out, max_pages, generations.numel()
+        run(_check, (requests,), *arguments, BLOCK=block, num_warps=4)
     return out
 
 

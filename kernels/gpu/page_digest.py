@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit.kernels.checks import check_tensor
+from quantkit.kernels.gpu.launching import run
 from quantkit.kernels.reference.page_digest import GOLDEN, MULTIPLIERS, SHIFTS, Binding, Spans, check
 
 _BLOCK = 1024
@@ -31,8 +33,12 @@ def page_digest(
     """
     words = check(pages, spans, binding)
     out = out or (torch.empty_like(spans.carry), torch.empty_like(spans.carry))
+    for name, tensor in zip(("sums", "digests"), out, strict=True):
+        check_tensor(name, tensor, tuple(spans.carry.shape), torch.int64)
     if spans.page.numel():
-        _digest[(spans.page.numel(),)](
+        run(
+            _digest,
+            (spans.page.numel(),),
             words,
             spans.page,
             spans.start,
@@ -73,7 +79,8 @@ def _digest(  # type: ignore[no-untyped-def]
     """A program for each span."""
     span = tl.program_id(0)
     page = tl.load(pages + span).to(tl.int64)
-    start, stop = tl.load(starts + span), tl.load(stops + span)
+    start = tl.load(starts + span)
+    stop = tl.load(stops + span)
     sound = (page >= 0) & (page < num_pages) & (start >= 0) & (stop <= PAGE_SIZE)
     end = tl.where(sound, stop, start) * ROW
     total = tl.zeros([BLOCK], tl.uint64)

@@ -53,8 +53,8 @@ def prepare(  # type: ignore[no-untyped-def]
         amax = tl.max(tl.abs(query), axis=0)
         power = (amax.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         power = tl.where(power > 0, power, 1.0)
-    stored = (query / power).to(prepared.dtype.element_ty)
-    tl.store(prepared + line * (WIDTH + TAIL) + column, stored, mask=column < WIDTH + TAIL)
+        query = tl.div_rn(query, tl.zeros_like(query) + power)  # exact; `/` need not be on a GPU
+    tl.store(prepared + line * (WIDTH + TAIL) + column, query.to(prepared.dtype.element_ty), mask=column < WIDTH + TAIL)
     tl.store(factors + line, power * score_scale)
 
 

@@ -13,12 +13,13 @@ import torch
 import triton
 
 from quantkit.kernels import pages as layouts
+from quantkit.kernels.checks import check_tensor, require
 from quantkit.kernels.gpu import paged_attention
 from quantkit.kernels.gpu.bits import bf16_as_bits
+from quantkit.kernels.gpu.launching import SHARED_BYTES, multiprocessors, run
 from quantkit.kernels.reference.paged_decode import check_gqa, check_mla
 
 _LOG2E = 1.4426950408889634
-_H200_MULTIPROCESSORS = 132
 _MAX_SPLITS = 64
 
 Result = tuple[torch.Tensor, torch.Tensor]  # attended, log-sum-exp
@@ -70,15 +71,25 @@ class _Requests:
     indices: torch.Tensor | None
 
 
-def configs() -> list[Tile]:
-    """The tiles worth a measurement; `tile_for` says which one is used unmeasured."""
-    return [
+def configs(shared: int, width: int, itemsize: int) -> list[Tile]:
+    """The tiles worth a measurement for `shared` heads that share a key row of `width` numbers of `itemsize` bytes;
+    `tile_for` says which one is used unmeasured. Left out are those whose queries and rows on the way do not fit.
+    """
+    tiles = [
         Tile(heads, tokens, warps, stages)
         for heads in (16, 32, 64)
-        for tokens in (16, 32, 64)
+        for tokens in (32, 64)
         for warps in (4, 8)
-        for stages in (2, 3, 4)
+        for stages in (2, 3)
     ]
+
+    def shared_memory(tile: Tile) -> int:
+        again = 2 * tile.tokens if itemsize == 1 else 0  # E4M3 rows lie there a second time, in 16 bits
+        ahead = tile.stages - (itemsize == 1 or tile.heads < 64)  # rows that wgmma reads are still there
+        return width * (2 * tile.heads + ahead * tile.tokens * itemsize + again)
+
+    most = max(16, triton.next_power_of_2(shared))
+    return [tile for tile in tiles if tile.heads <= most and shared_memory(tile) <= SHARED_BYTES]
 
 
 def tile_for(heads: int, width: int, itemsize: int, rescaled: bool = False) -> Tile:
@@ -162,6 +173,8 @@ def _attend(
     """
     batch, heads, width = query.shape
     out = out or (torch.empty_like(query), query.new_empty((batch, heads), dtype=torch.float32))
+    check_tensor("attended", out[0], tuple(query.shape), *layouts.SOURCE_TYPES, torch.float64)
+    check_tensor("log-sum-exp", out[1], (batch, heads), torch.float32)
     if not query.numel():
         return out
     shared = heads // pool.kv_heads
@@ -174,7 +187,9 @@ def _attend(
     prepared, factors = _prepare(query, tail, scales[0], _numbers(pool, hardware))
     _launch_split(prepared, factors, pool, requests, tile, (programs, splits), partials, sums)
     block = min(128, triton.next_power_of_2(width))
-    paged_attention.combine[(batch * heads, triton.cdiv(width, block))](
+    run(
+        paged_attention.combine,
+        (batch * heads, triton.cdiv(width, block)),
         partials,
         sums,
         bf16_as_bits(out[0]),
@@ -194,18 +209,17 @@ def _splits(programs: int, page_size: int, requests: _Requests, launch: Launch, 
     table = requests.block_table
     room = table.shape[1] * page_size
     longest = room if launch.max_length is None else launch.max_length
-    layouts.require(
+    require(
         longest <= room,
         f"a request has {longest} tokens, its block table room for {table.shape[1]} pages of {page_size}",
         "give the request more pages",
     )
     if launch.splits is not None:
+        require(launch.splits > 0, f"splits is {launch.splits}", "use 1 or more, or None to choose")
         return launch.splits
-    multiprocessors = _H200_MULTIPROCESSORS
-    if table.is_cuda:
-        multiprocessors = torch.cuda.get_device_properties(table.device).multi_processor_count
     items = longest if requests.indices is None else requests.indices.shape[1]
-    return max(1, min(-(-2 * multiprocessors // programs), -(-items // tile.tokens), _MAX_SPLITS))
+    wanted = -(-2 * multiprocessors(table.device) // programs)
+    return max(1, min(wanted, -(-items // tile.tokens), _MAX_SPLITS))
 
 
 def _prepare(
@@ -215,7 +229,9 @@ def _prepare(
     tail_width = 0 if tail is None else tail.shape[2]
     prepared = query.new_empty((batch, heads, width + tail_width), dtype=numbers)
     factors = query.new_empty((batch, heads), dtype=torch.float32)
-    paged_attention.prepare[(batch * heads,)](
+    run(
+        paged_attention.prepare,
+        (batch * heads,),
         bf16_as_bits(query),
         None if tail is None else bf16_as_bits(tail),
         prepared,
@@ -241,7 +257,9 @@ def _launch_split(
 ) -> None:
     width = partials.shape[2]
     tail_width = prepared.shape[2] - width
-    paged_attention.split[grid](
+    run(
+        paged_attention.split,
+        grid,
         prepared,
         factors,
         bf16_as_bits(pool.keys),

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit.kernels.checks import require
 from quantkit.kernels.gpu.bits import (
     as_weight4,
     bf16_as_bits,
@@ -32,9 +33,9 @@ from quantkit.kernels.gpu.bits import (
     e4m3_to_float16,
     from_float32,
     matrices,
-    require,
     to_float32,
 )
+from quantkit.kernels.gpu.launching import run
 
 MASKS = (0x00078000, 0x00780000)  # arguments: a constant mask would be copied to a register for each use of it
 
@@ -75,7 +76,7 @@ def w4a16_gemv(
          x has a row for each token, or for each pair. An id outside 0..E-1 (an expert of another rank) gives zeros.
 
     Without ids, `out` is [M, N]. Every row of `out` reads its weights: for more than a few, see `w4a16_matmul`. Raises
-    ValueError where shapes or types do not fit.
+    UsageError where shapes or types do not fit.
     """
     weight = as_weight4(packed, scale, multiplier)
     experts, rows, words = weight.words.shape
@@ -86,11 +87,11 @@ def w4a16_gemv(
     if out.numel() == 0:
         return out
     config = config or choose(words)
-    _gemv[(pairs, triton.cdiv(rows, config.ROWS))](
+    run(
+        _gemv,
+        (pairs, triton.cdiv(rows, config.ROWS)),
         x.view(torch.int32),
-        weight.words,
-        weight.scale,
-        weight.multiplier,
+        *weight[:3],  # words, scale, multiplier
         None if ids is None else ids.contiguous(),
         bf16_as_bits(out),
         rows,

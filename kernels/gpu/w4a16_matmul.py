@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit.kernels.checks import check_tensor, require
 from quantkit.kernels.gpu.bits import (
     Weight4,
     as_weight4,
@@ -41,9 +42,9 @@ from quantkit.kernels.gpu.bits import (
     from_float32,
     int4_to_float16,
     matrices,
-    require,
     to_float32,
 )
+from quantkit.kernels.gpu.launching import multiprocessors, run
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def w4a16_matmul(
 
     routing  for routed experts: y has a row for each pair, zero where it has no expert; x for each token or pair
 
-    Raises ValueError where shapes or types do not fit.
+    Raises UsageError where shapes or types do not fit.
     """
     weight = as_weight4(packed, scale, multiplier)
     experts, rows, words = weight.words.shape
@@ -118,11 +119,12 @@ def w4a16_matmul(
     require(
         (packed.dim() == 3) == (routing is not None), "weights [E, N, ..] go with a routing, weights [N, ..] without"
     )
-    fits = routing is None or routing.ends.numel() == experts + 1
-    require(fits, f"the routing is not one for {experts} experts")
+    if routing is not None:
+        check_tensor("order", routing.order, (None,), torch.int64)
+        check_tensor("ends", routing.ends, (experts + 1,), torch.int64)
     if out.numel() == 0:
         return out
-    config = config or choose(pairs / experts, rows, words, min(experts, pairs), 2 * _processors(x.device))
+    config = config or choose(pairs / experts, rows, words, min(experts, pairs), 2 * multiprocessors(x.device))
     _launch(x, weight, routing, out, config)
     return out
 
@@ -135,7 +137,9 @@ def _launch(x: torch.Tensor, weight: Weight4, routing: Routing | None, out: torc
         tiles = min(pairs, tiles + experts)  # at most: an expert's last tile is not full
         out.zero_()
     parts = out if split == 1 else out.new_zeros((split, pairs, rows), dtype=torch.float32)
-    _matmul[(tiles, triton.cdiv(rows, config.BLOCK_N), split)](
+    run(
+        _matmul,
+        (tiles, triton.cdiv(rows, config.BLOCK_N), split),
         bf16_as_bits(_by_nibble(x, config.WORDS)),
         weight.words,
         weight.scale,
@@ -157,19 +161,14 @@ def _launch(x: torch.Tensor, weight: Weight4, routing: Routing | None, out: torc
         **asdict(config),
     )
     if split > 1:
-        _add[(triton.cdiv(out.numel(), 1024),)](parts, bf16_as_bits(out), out.numel(), SPLIT=split, BLOCK=1024)
+        blocks = triton.cdiv(out.numel(), 1024)
+        run(_add, (blocks,), parts, bf16_as_bits(out), out.numel(), SPLIT=split, BLOCK=1024)
 
 
 def _by_nibble(x: torch.Tensor, words: int) -> torch.Tensor:
     """x [M, K] with what goes with `words` words nibble by nibble, and zeros up to a multiple: [M, K rounded up]."""
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % (8 * words)))
     return padded.view(len(x), -1, words, 8).transpose(2, 3).contiguous().view(len(x), -1)
-
-
-def _processors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    )  # of an H200
 
 
 @triton.jit

@@ -11,6 +11,7 @@ distinct.
 import torch
 
 from quantkit.kernels import pages as layouts
+from quantkit.kernels.checks import check_tensor, require
 
 LARGEST = 448.0
 SMALLEST_AMAX = 1e-4  # of a ds_mla group, so that a row of zeros has a scale
@@ -80,7 +81,7 @@ def check_mla(
     """Refuse what `write_mla` cannot write."""
     _check_indices(slots, counts)
     for name, values in (("latent", latent), ("rope", rope)):
-        layouts.require(values.dim() == 2, f"{name} has shape {list(values.shape)}, not [tokens, width]")
+        require(values.dim() == 2, f"{name} has shape {list(values.shape)}, not [tokens, width]")
         layouts.check_source(name, values, slots.shape[0])
     layouts.check_mla_pages(pages, latent.shape[1], rope.shape[1], scale)
 
@@ -98,15 +99,15 @@ def check_gqa(
     """Refuse what `write_gqa` cannot write."""
     _check_indices(slots, counts)
     for name, values in (("key", key), ("value", value)):
-        layouts.require(values.dim() == 3, f"{name} has shape {list(values.shape)}, not [tokens, kv_heads, head_size]")
+        require(values.dim() == 3, f"{name} has shape {list(values.shape)}, not [tokens, kv_heads, head_size]")
         layouts.check_source(name, values, slots.shape[0])
-    layouts.require(key.shape == value.shape, f"key has shape {list(key.shape)}, value {list(value.shape)}")
+    require(key.shape == value.shape, f"key has shape {list(key.shape)}, value {list(value.shape)}")
     layouts.check_gqa_pages(key_pages, value_pages, (key.shape[1], key.shape[2]), key_scale, value_scale)
 
 
 def _check_indices(slots: torch.Tensor, counts: torch.Tensor) -> None:
-    layouts.check_tensor("slots", slots, (None,), torch.int64)
-    layouts.check_tensor("counts", counts, (len(layouts.COUNT_NAMES),), torch.int64)
+    check_tensor("slots", slots, (None,), torch.int64)
+    check_tensor("counts", counts, (len(layouts.COUNT_NAMES),), torch.int64)
 
 
 def _kept(slots: torch.Tensor, pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

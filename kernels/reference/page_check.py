@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import torch
 
-from quantkit.kernels import pages as layouts
+from quantkit.kernels.checks import check_tensor
 
 ALL_GOOD = -1
 _DTYPES = torch.int32, torch.int64, torch.int32, torch.int64
@@ -56,7 +56,7 @@ def check(block_table: torch.Tensor, expected: torch.Tensor, counts: torch.Tenso
         and all(tensor.is_contiguous() for tensor in (block_table, expected, counts, generations))
     ):
         return
-    layouts.check_tensor("block_table", block_table, (None, None), torch.int32)
-    layouts.check_tensor("expected", expected, tuple(block_table.shape), torch.int64)
-    layouts.check_tensor("counts", counts, (block_table.shape[0],), torch.int32)
-    layouts.check_tensor("generations", generations, (None,), torch.int64)
+    check_tensor("block_table", block_table, (None, None), torch.int32)
+    check_tensor("expected", expected, tuple(block_table.shape), torch.int64)
+    check_tensor("counts", counts, (block_table.shape[0],), torch.int32)
+    check_tensor("generations", generations, (None,), torch.int64)

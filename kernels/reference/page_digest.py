@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels import pages as layouts
+from quantkit.kernels.checks import check_tensor, require
 
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -56,7 +56,7 @@ def page_digest(
     words = check(pages, spans, binding)
     num_pages, page_size = pages.shape[:2]
     sound = (spans.page >= 0) & (spans.page < num_pages) & (spans.start >= 0) & (spans.stop <= page_size)
-    layouts.require(bool(sound.all()), f"a span is not within {num_pages} pages of {page_size} rows")
+    require(bool(sound.all()), f"a span is not within {num_pages} pages of {page_size} rows")
     taken = words[spans.page].to(torch.int64) & _mask(words.element_size())  # [N, page_size, words of a row]
     number = torch.arange(first_word + 1, first_word + 1 + taken[0:1].numel(), device=pages.device)
     terms = _mix(taken + (number * _signed(GOLDEN)).view(taken.shape[1:])).sum(2)
@@ -76,17 +76,17 @@ def bind(total: torch.Tensor, rows: torch.Tensor, binding: Binding) -> torch.Ten
 
 def check(pages: torch.Tensor, spans: Spans, binding: Binding) -> torch.Tensor:
     """Refuse tensors that do not fit together; returns `pages` as words, [num_pages, page_size, words of a row]."""
-    layouts.require(
+    require(
         pages.dim() >= 3 and pages.is_contiguous() and pages.numel() > 0,
         f"pages {list(pages.shape)} with strides {pages.stride()} are not a contiguous [num_pages, page_size, ...]",
         "pass the whole pool of one layer",
     )
     size = spans.page.shape
     for name, tensor in (("page", spans.page), ("start", spans.start), ("stop", spans.stop)):
-        layouts.check_tensor(name, tensor, tuple(size), torch.int32)
+        check_tensor(name, tensor, tuple(size), torch.int32)
     bound = ("prefix", binding.prefix), ("position", binding.position), ("generation", binding.generation)
     for name, tensor in (("carry", spans.carry), *bound):
-        layouts.check_tensor(name, tensor, tuple(size), torch.int64)
+        check_tensor(name, tensor, tuple(size), torch.int64)
     rows = pages.flatten(2).view(torch.uint8)
     return rows.view(next(dtype for width, dtype in _WORDS.items() if rows.shape[2] % width == 0))
 

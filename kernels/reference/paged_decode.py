@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from quantkit.kernels import pages as layouts
+from quantkit.kernels.checks import check_tensor, require
 
 Located = Callable[[torch.Tensor], torch.Tensor]  # pages -> the rows of one request's tokens
 
@@ -89,12 +90,12 @@ def check_mla(
 ) -> None:
     """Refuse what `decode_mla` cannot compute."""
     types = (*layouts.SOURCE_TYPES, torch.float64)
-    layouts.check_tensor("q_latent", q_latent, (None, None, None), *types)
-    layouts.check_tensor("q_rope", q_rope, (*q_latent.shape[:2], None), q_latent.dtype)
+    check_tensor("q_latent", q_latent, (None, None, None), *types)
+    check_tensor("q_rope", q_rope, (*q_latent.shape[:2], None), q_latent.dtype)
     layouts.check_mla_pages(pages, q_latent.shape[2], q_rope.shape[2], scale)
     _check_requests(q_latent.shape[0], block_table, lengths)
     if indices is not None:
-        layouts.check_tensor("indices", indices, (q_latent.shape[0], None), torch.int32)
+        check_tensor("indices", indices, (q_latent.shape[0], None), torch.int32)
 
 
 def check_gqa(
@@ -107,18 +108,16 @@ def check_gqa(
     value_scale: float,
 ) -> None:
     """Refuse what `decode_gqa` cannot compute."""
-    layouts.check_tensor("query", query, (None, None, None), *layouts.SOURCE_TYPES, torch.float64)
+    check_tensor("query", query, (None, None, None), *layouts.SOURCE_TYPES, torch.float64)
     kv_heads = key_pages.shape[2] if key_pages.dim() == 4 else 1
     layouts.check_gqa_pages(key_pages, value_pages, (kv_heads, query.shape[2]), key_scale, value_scale)
-    layouts.require(
-        query.shape[1] % kv_heads == 0, f"{query.shape[1]} query heads are not a multiple of {kv_heads} key heads"
-    )
+    require(query.shape[1] % kv_heads == 0, f"{query.shape[1]} query heads are not a multiple of {kv_heads} key heads")
     _check_requests(query.shape[0], block_table, lengths)
 
 
 def _check_requests(requests: int, block_table: torch.Tensor, lengths: torch.Tensor) -> None:
-    layouts.check_tensor("block_table", block_table, (requests, None), torch.int32)
-    layouts.check_tensor("lengths", lengths, (requests,), torch.int32)
+    check_tensor("block_table", block_table, (requests, None), torch.int32)
+    check_tensor("lengths", lengths, (requests,), torch.int32)
 
 
 def _compute_dtype(query: torch.Tensor) -> torch.dtype:
@@ -132,13 +131,13 @@ def _requests(
     num_pages, page_size = pages.shape[:2]
     located: list[Located] = []
     for request, length in enumerate(lengths.tolist()):
-        layouts.require(
+        require(
             0 <= length <= block_table.shape[1] * page_size,
             f"request {request} has {length} tokens, its block table {block_table.shape[1]} pages of {page_size}",
         )
         table = block_table[request, : -(-length // page_size)]
         outside = (table < 0) | (table >= num_pages)
-        layouts.require(
+        require(
             not outside.any(), f"request {request}: page {table[outside][:1].tolist()} is not in a pool of {num_pages}"
         )
         if indices is None:

@@ -1,0 +1,59 @@
+"""What ahead-of-time compilation shows of the Triton kernels: every branch can be launched, no address overflows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from triton_support import compile_launches
+
+from quantkit.kernels.gpu.compiled import fault_of
+
+MOST = {"shared": 232_448, "tmem_size": 512, "num_warps": 8, "global_scratch_size": 0, "registers": 255, "stack": 1024}
+ADDRESSES = Path(__file__).parent / "triton_addresses.py"
+
+
+@pytest.mark.parametrize("kind", ["page branches", "weight branches"])
+def test_every_branch_can_be_launched(kind: str) -> None:
+    """Other types, groups, head sizes and pages, and one of everything, compile for sm_90, fit, and spill little."""
+    rows = compile_launches(kind)
+
+    assert len(rows) > 15
+    assert [row for row in rows if row.fault] == []
+
+
+@pytest.mark.parametrize(
+    ("taken", "fault"),
+    [
+        ({}, ""),
+        ({"shared": 232_449}, "232449 bytes of shared memory, not 232448"),
+        ({"tmem_size": 513}, "513 columns of tensor memory, not 512"),
+        ({"num_warps": 64, "registers": 32}, "2048 threads, not 1024"),
+        ({"num_warps": 16}, "131072 registers of all threads, not 65536"),
+        ({"global_scratch_size": 8}, "8 bytes of scratch memory, which nobody allocates, not 0"),
+        ({"stack": 1025}, "1025 bytes of stack, not 1024"),
+    ],
+)
+def test_what_cannot_be_launched_is_told(taken: dict[str, int], fault: str) -> None:
+    """What a GPU or Triton's launcher refuses, and heavy spilling, is a fault; the limits themselves are not."""
+    got = MOST | taken
+    said = fault_of(SimpleNamespace(**got), got["registers"], got["stack"])
+
+    assert said.startswith(fault)
+    assert bool(said) == bool(fault)
+
+
+def test_no_address_overflows() -> None:
+    """With sizes beyond 2^31, of everything that is launched, no number that left its 32 or 64 bits is an address; one
+    that is planted is found."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    run = subprocess.run([sys.executable, ADDRESSES], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    planted, found = json.loads(run.stdout)
+
+    assert len(planted) == 1
+    assert planted[0].startswith("narrow 40000, narrow: ")
+    assert found == []
