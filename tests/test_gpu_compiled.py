@@ -49,7 +49,7 @@ def test_what_cannot_be_launched_is_told(taken: dict[str, int], fault: str) -> N
 def test_no_address_overflows() -> None:
     """With sizes beyond 2^31, of everything that is launched, no number that left its 32 or 64 bits is an address; one
     that is planted is found."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run([sys.executable, ADDRESSES], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     planted, found = json.loads(run.stdout)

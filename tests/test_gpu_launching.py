@@ -58,18 +58,34 @@ def test_tensors_on_two_devices_are_refused() -> None:
         write_mla(rows, rows, pages, slots, 1.0, torch.zeros(3, dtype=torch.int64))
 
 
+class Spy:
+    """A kernel that keeps its grids and options."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+        self.options: dict[str, object] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids.append(grid)
+        return lambda *_, **options: self.options.update(options)
+
+
 def test_a_grid_that_a_gpu_cannot_count_is_refused() -> None:
     """65,535 programs along the second axis are the most; the first may have any number."""
-    run: list[tuple[int, ...]] = []
-
-    class Spy:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *_: run.append(grid)
-
-    launching.run(Spy(), (10**6, 65535), torch.zeros(1))
+    spy = Spy()
+    launching.run(spy, (10**6, 65535), torch.zeros(1))
     with pytest.raises(UsageError, match="1 x 65536 programs"):
-        launching.run(Spy(), (1, 65536), torch.zeros(1))
-    assert run == [(10**6, 65535)]
+        launching.run(spy, (1, 65536), torch.zeros(1))
+
+    assert spy.grids == [(10**6, 65535)]
+
+
+def test_products_and_sums_are_fused() -> None:
+    """a * b + c is one instruction, whatever Triton's default is or becomes."""
+    spy = Spy()
+    launching.run(spy, (1,), torch.zeros(1))
+
+    assert spy.options == {"enable_fp_fusion": True}
 
 
 LONGS, NUMBERS = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)

@@ -106,7 +106,6 @@ def w4a16_gemv(
         VECTOR=math.gcd(weight.group_words, 4),
         EVEN=words % config.WORDS == 0,
         HARDWARE=x.device.type != "cpu",
-        enable_fp_fusion=True,
         **asdict(config),
     )
     return out
