@@ -21,58 +21,53 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.kernels import cpu_decode, packed_rows
+from quantkit.kernels import arranging, cpu_decode, packed_rows
 from quantkit.kernels.dot_vectors import AT
-from quantkit.kernels.packed_rows import Layout, Pairs
+from quantkit.kernels.packed_rows import Layout, Pairs, Segments
 
 _DECODED = 64  # more rows of x than these meet decoded weights
 _TILE_BYTES = 1 << 21
 _SHARED = 1 << 21  # products of numbers that are worth a second thread
 
 Decode = Callable[[int, int], torch.Tensor]
+Array = npt.NDArray[np.generic]
 
 
-class _Weights(NamedTuple):
-    """Matrices as the loops want them: flat arrays, a factor of each, and how x is to be made for them."""
+class Weights(NamedTuple):
+    """Matrices as the loops want them, in the memory of the tensors that they are made of.
+
+    factors  float64, of each matrix
+    how      x is to be arranged: `arranging.arrange`
+    decode   from one row, a multiple of `step`, to another: float32, of a matrix that is alone
+    """
 
     layout: Layout
-    codes: npt.NDArray[np.generic]
-    scale: npt.NDArray[np.generic]
+    segments: Segments
+    codes: Array
+    scale: Array
     factors: npt.NDArray[np.float64]
-    arrange: Callable[[npt.NDArray[np.float32]], tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]]
+    how: int
+    decode: Decode
+    step: int = 1
 
 
-def fp8_block_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    block: tuple[int, int] = (128, 128),
-    ids: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x times `weight` float8_e4m3fn [N, K] with `scale` float32 [ceil(N/rows), ceil(K/columns)].
+def fp8_block_weights(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> Weights:
+    """`weight` float8_e4m3fn [N, K] with `scale` float32 [ceil(N/rows), ceil(K/columns)].
 
     A NaN in a row of the weight makes its results NaN.
     """
-    rows, columns = weight.shape[-2:]
+    layout = packed_rows.natural(weight.shape[-2], weight.shape[-1], *block)
+    arrays = _flat(weight, np.uint8), _flat(scale, np.float32), _ones(weight)
 
     def decode(begin: int, end: int) -> torch.Tensor:
         return fp8_block_decode(weight[begin:end], scale[begin // block[0] :], block)
 
-    if ids is None and len(x) > _DECODED:
-        return _by_tiles(x, (rows, columns), decode, step=block[0])
-    layout = packed_rows.natural(rows, columns, *block)
-    return _multiply(
-        x, _Weights(layout, _flat(weight, np.uint8), _flat(scale, np.float32), _ones(weight), _normalize), ids
-    )
+    return Weights(layout, packed_rows.cut(layout), *arrays, arranging.NORMALIZED, decode, block[0])
 
 
-def int4_linear(
-    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x times `packed` int32 [N, K / 8] with `scale` bfloat16 [N, K / g]. Raises ValueError if 8 does not divide g."""
+def int4_weights(packed: torch.Tensor, scale: torch.Tensor) -> Weights:
+    """`packed` int32 [N, K / 8] with `scale` bfloat16 [N, K / g]. Raises ValueError if 8 does not divide g."""
     rows, columns = packed.shape[-2], packed.shape[-1] * 8
-    if ids is None and len(x) > _DECODED:
-        return _by_tiles(x, (rows, columns), lambda begin, end: int4_decode(packed[begin:end], scale[begin:end]))
     group = columns // scale.shape[-1]
     if group % 8:
         raise ValueError(f"groups of {group}; a word holds 8 weights, which must have one scale")
@@ -83,7 +78,97 @@ def int4_linear(
     else:
         layout = packed_rows.by_words(rows, columns, group, 8)
         scales = _flat(scale.float().repeat_interleave(group // 8, dim=-1), np.float32)
-    return _multiply(x, _Weights(layout, _flat(packed, np.uint32), scales, _ones(packed), _interleave_int4), ids)
+
+    def decode(begin: int, end: int) -> torch.Tensor:
+        return int4_decode(packed[begin:end], scale[begin:end])
+
+    arrays = _flat(packed, np.uint32), scales, _ones(packed)
+    return Weights(layout, packed_rows.cut(layout), *arrays, 8, decode)
+
+
+def nvfp4_weights(packed: torch.Tensor, scale: torch.Tensor, multiplier: torch.Tensor) -> Weights:
+    """`packed` uint8 [N, K / 2] with `scale` float8_e4m3fn [N, K / 16] and `multiplier` float32, [] or [E].
+
+    16 divides K. A NaN scale makes its row's results NaN.
+    """
+    layout = packed_rows.by_words(packed.shape[-2], packed.shape[-1] * 2, 16, 4)
+    factors = multiplier.double().reshape(-1).numpy() / 2  # codes are twice the numbers
+    arrays = _flat(packed, np.uint32), _flat(scale, np.uint8), factors
+
+    def decode(begin: int, end: int) -> torch.Tensor:
+        return nvfp4_decode(packed[begin:end], scale[begin:end], float(multiplier))
+
+    return Weights(layout, packed_rows.cut(layout), *arrays, 12, decode)
+
+
+def plain_weights(weight: torch.Tensor) -> Weights:
+    """`weight` bfloat16 [N, K]."""
+    rows, columns = weight.shape[-2:]
+    layout, factors = packed_rows.natural(rows, columns, rows, columns), _ones(weight)
+    arrays = _flat(weight, np.uint16), np.ones(len(factors), np.float32), factors
+    return Weights(
+        layout, packed_rows.cut(layout), *arrays, arranging.AS_IT_IS, lambda begin, end: weight[begin:end].float()
+    )
+
+
+def multiply(x: torch.Tensor, weights: Weights, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """x times the weights, or those of the experts `ids`."""
+    if ids is None and x.shape[0] > _DECODED:
+        return _by_tiles(x, weights)
+    count = x.shape[0] if ids is None else ids.numel()
+    if ids is None or not count:
+        return _multiply(x, weights, _all_rows(count))
+    return _multiply(x, weights, _sorted(ids, count // x.shape[0], len(weights.factors)))
+
+
+def multiply_each(x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """x [T, E, K] times one matrix for each of E: [T, E, N]."""
+    return _multiply(x.flatten(0, 1), weights, _one_each(*x.shape[:2])).view(*x.shape[:2], -1)
+
+
+def _multiply(x: torch.Tensor, weights: Weights, pairs: Pairs) -> torch.Tensor:
+    layout = weights.layout
+    if x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] != layout.columns:
+        raise ValueError(f"x is {x.dtype} {[*x.shape]}; it must be bfloat16 or float32 with {layout.columns} columns")
+    y = x.new_empty(len(pairs.places), layout.rows)
+    if y.numel():
+        _write(_array(x.contiguous()), weights, pairs, _array(y))
+    return y
+
+
+def _write(x: Array, weights: Weights, pairs: Pairs, out: Array) -> None:
+    """Write products with x into `out`, both float32 or the bits of BF16; with threads where it is worth it."""
+    layout, arrays = weights.layout, (*weights.segments, *weights[2:5])
+    threads = min(torch.get_num_threads(), len(out) * layout.rows * layout.columns // _SHARED)
+    if threads <= 1:
+        packed_rows.product(*arrays, weights.how, *pairs, x, out)
+        return
+    arranged, y = arranging.arrange(x, weights.how), np.empty(out.shape, np.float32)
+
+    def work(begin: int, end: int) -> None:
+        room = np.empty(packed_rows.ROOM, np.uint8)
+        packed_rows.multiply(*arrays, *arranged, *pairs, begin, end, room, y)  # type: ignore[call-arg]
+
+    _share(work, len(pairs.experts) * layout.rows, threads)
+    arranging.give(y, out)
+
+
+def fp8_block_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int] = (128, 128),
+    ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x times what `fp8_block_weights` takes."""
+    return multiply(x, fp8_block_weights(weight, scale, block), ids)
+
+
+def int4_linear(
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x times what `int4_weights` takes."""
+    return multiply(x, int4_weights(packed, scale), ids)
 
 
 def nvfp4_linear(
@@ -93,29 +178,13 @@ def nvfp4_linear(
     multiplier: torch.Tensor,
     ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x times `packed` uint8 [N, K / 2] with `scale` float8_e4m3fn [N, K / 16] and `multiplier` float32, [] or [E].
-
-    16 divides K. A NaN scale makes its row's results NaN.
-    """
-    rows, columns = packed.shape[-2], packed.shape[-1] * 2
-    if ids is None and len(x) > _DECODED:
-        number = float(multiplier)
-        return _by_tiles(
-            x, (rows, columns), lambda begin, end: nvfp4_decode(packed[begin:end], scale[begin:end], number)
-        )
-    layout, factors = packed_rows.by_words(rows, columns, 16, 4), multiplier.double().reshape(-1).numpy()
-    weights = _Weights(layout, _flat(packed, np.uint32), _flat(scale, np.uint8), factors, _interleave_nvfp4)
-    return _multiply(x, weights, ids)
+    """x times what `nvfp4_weights` takes."""
+    return multiply(x, nvfp4_weights(packed, scale, multiplier), ids)
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """x times `weight` bfloat16 [N, K]."""
-    rows, columns = weight.shape[-2:]
-    if ids is None and len(x) > _DECODED:
-        return _by_tiles(x, (rows, columns), lambda begin, end: weight[begin:end].float())
-    codes, factors = _flat(weight, np.uint16), _ones(weight)
-    layout = packed_rows.natural(rows, columns, rows, columns)
-    return _multiply(x, _Weights(layout, codes, np.ones(len(factors), np.float32), factors, _as_it_is), ids)
+    """x times what `plain_weights` takes."""
+    return multiply(x, plain_weights(weight), ids)
 
 
 def fp8_block_decode(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -139,38 +208,18 @@ def nvfp4_decode(packed: torch.Tensor, scale: torch.Tensor, multiplier: float) -
     return out
 
 
-def _by_tiles(x: torch.Tensor, shape: tuple[int, int], decode: Decode, step: int = 1) -> torch.Tensor:
-    """x times the weights of `shape`, which `decode` decodes from one row, a multiple of `step`, to another."""
-    wide, y = x.float(), x.new_empty(len(x), shape[0])
-    tile = max(1, _TILE_BYTES // (4 * shape[1] * step)) * step
-    for begin in range(0, shape[0], tile):
-        end = min(begin + tile, shape[0])
-        y[:, begin:end] = wide @ decode(begin, end).T
+def _by_tiles(x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    rows, columns = weights.layout.rows, weights.layout.columns
+    wide, y = x.float(), x.new_empty(len(x), rows)
+    tile = max(1, _TILE_BYTES // (4 * columns * weights.step)) * weights.step
+    for begin in range(0, rows, tile):
+        end = min(begin + tile, rows)
+        y[:, begin:end] = wide @ weights.decode(begin, end).T
     return y
 
 
-def _multiply(x: torch.Tensor, weights: _Weights, ids: torch.Tensor | None) -> torch.Tensor:
-    layout = weights.layout
-    if x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] != layout.columns:
-        raise ValueError(f"x is {x.dtype} {[*x.shape]}; it must be bfloat16 or float32 with {layout.columns} columns")
-    count = len(x) if ids is None else ids.numel()
-    y = np.empty((count, layout.rows), np.float32)
-    if count and layout.rows:
-        pairs = _all_rows(count) if ids is None else _sorted(ids, count // len(x), len(weights.factors))
-        arranged, x_factors = weights.arrange(x.float().contiguous().numpy())
-        segments = packed_rows.cut(layout)
-
-        def multiply(begin: int, end: int) -> None:
-            arrays = weights.codes, weights.scale, weights.factors, arranged, x_factors
-            packed_rows.multiply(*segments, *arrays, *pairs, begin, end, np.empty(packed_rows.ROOM, np.uint8), y)
-
-        _share(multiply, len(pairs.experts) * layout.rows, count * layout.rows * layout.columns)
-    return torch.from_numpy(y).to(x.dtype)
-
-
-def _share(work: Callable[[int, int], None], rows: int, size: int) -> None:
-    """Do `work` for all rows, in parts of whole tiles on as many threads as torch has, where it has the `size`."""
-    threads = min(torch.get_num_threads(), max(1, size // _SHARED))
+def _share(work: Callable[[int, int], None], rows: int, threads: int) -> None:
+    """Do `work` for all rows, in parts of whole tiles on so many threads."""
     bounds = [rows * part // threads // AT * AT for part in range(threads)] + [rows]
     parts = [*itertools.pairwise(bounds)]
     others = [_pool(os.getpid()).submit(work, *part) for part in parts[1:]]
@@ -191,35 +240,27 @@ def _all_rows(count: int) -> Pairs:
     return Pairs(np.zeros(1, np.int64), np.array([0, count]), rows, rows)
 
 
+@functools.lru_cache(_DECODED)
+def _one_each(tokens: int, matrices: int) -> Pairs:
+    places = np.arange(tokens * matrices).reshape(tokens, matrices).T.flatten()
+    return Pairs(np.arange(matrices), np.arange(0, len(places) + 1, tokens), places, places)
+
+
 def _sorted(ids: torch.Tensor, rows_per_x: int, experts: int) -> Pairs:
     """The pairs of `ids` by expert, in their order."""
     chosen = ids.flatten().numpy()
-    if chosen.min() < 0 or chosen.max() >= experts:
+    pairs = Pairs(*packed_rows.sort(chosen, experts, rows_per_x))
+    if not len(pairs.experts):
         raise ValueError(f"an expert of {chosen.min()}..{chosen.max()}, and there are {experts}")
-    places, ends = packed_rows.sort(chosen, experts)
-    used = np.flatnonzero(ends[1:] > ends[:-1])
-    return Pairs(used, np.append(ends[used], len(places)), places // rows_per_x, places)
+    return pairs
 
 
-def _normalize(x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    arranged, factors = np.empty_like(x), np.empty(len(x))
-    packed_rows.normalize(x, arranged, factors)
-    return arranged, factors
+def _array(tensor: torch.Tensor) -> Array:
+    """A tensor's numbers, of BF16 the bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _interleave_int4(x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    return packed_rows.interleave(x, -8.0, 4), np.ones(len(x))
-
-
-def _interleave_nvfp4(x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    return packed_rows.interleave(x, -12.0, 8), np.full(len(x), 0.5)
-
-
-def _as_it_is(x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    return x, np.ones(len(x))
-
-
-def _flat(tensor: torch.Tensor, dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+def _flat(tensor: torch.Tensor, dtype: type[np.generic]) -> Array:
     """A contiguous tensor's bytes as a flat array of `dtype`."""
     return tensor.reshape(-1).view(torch.uint8).numpy().view(dtype)
 

@@ -1,20 +1,14 @@
-"""Dot products of packed weights with rows of float32, spelled out as vectors for the compiled loops of `cpu_linear`.
+"""Dot products of packed weights with rows of x, spelled out as vectors for the compiled loops of `cpu_linear`.
 
-Weights are taken as checkpoints store them. A step turns some of them into vectors of 8 float32, each of which is
-multiplied with the rows of x in turn:
+Weights are taken as checkpoints store them (`code_vectors`), and never rounded. A step turns some of them into vectors,
+each of which is multiplied with the rows of x in turn: float32 with float32, products and sums fused; or, of 4 bits,
+bytes with the digits of x in fixed point, which `arranging.to_digits` makes. Then an instruction multiplies 32 weights,
+and the sum over the 8 columns of a word is exact before it becomes a float32.
 
-    FP8     byte   s eeee mmm  ->  s 0000eeee mmm0..0     2^-120 of the number, since float32's exponent is wider
-    BF16    bits moved up by 16
-    INT4    8 words, nibble i of each:  word & 15 << 4i  ->  float32, 16^i (code + 8); x has the 16^-i
-    NVFP4   as INT4, by bytes: twice the number, plus 12
-
-So 4-bit weights want x in another order, with factors, and with what the 8 or the 12 adds, taken off: `interleave`.
-A weight is exact in float32 and is never rounded; products and sums are fused and float32. How sums are added depends
-on the columns alone, not on how many rows of weights and of x a call takes.
+How sums are added depends on the columns alone, not on how many rows of weights and of x a call takes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -22,65 +16,57 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from quantkit.kernels.arranging import PLACES
+from quantkit.kernels.code_vectors import (
+    BYTE,
+    E4M3_NAN,
+    FLOAT,
+    FLOATS,
+    INT,
+    INTS,
+    KINDS,
+    LONG,
+    SHORT,
+    STEP,
+    STEP_BYTES,
+    WIDTH,
+    Halves,
+    Kind,
+    scale_vector,
+)
 from quantkit.kernels.vectors import load, reduce, splat
 
-WIDTH = 8  # float32 in a vector
 AHEAD = 1024  # bytes by which codes are fetched before they are needed
 AT = 4  # the most rows of weights, and of x, at a time
-STEP = 32  # columns of a step, of 8-bit and wider weights
-STEP4 = 64  # columns of a step of 4-bit weights
-INTERLEAVED = STEP4 + WIDTH  # float32 of x for it: 8 vectors, and what to add
 
-_BYTE, _SHORT, _INT, _LONG, _FLOAT = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
-_BYTES, _SHORTS, _INTS, _FLOATS = (ir.VectorType(kind, WIDTH) for kind in (_BYTE, _SHORT, _INT, _FLOAT))
-_STEP_BYTES = ir.VectorType(_BYTE, STEP)
-_E4M3_MASK, _E4M3_NAN = 0x87F00000 - (1 << 32), 0xFF
-
-Vectors = Callable[[ir.IRBuilder, ir.Value], list[ir.Value]]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """How weights of one kind are read.
-
-    vectors  the weights of the step at an address
-    codes    elements of the array of codes, and
-    xs       float32 of x, of a step
-    scales   of a segment: one, or 2, 4 or 8 that share its step's vectors
-    e4m3     whether codes may be NaN
-    """
-
-    vectors: Vectors
-    codes: int
-    xs: int
-    scales: int = 1
-    e4m3: bool = False
+_STEP_SHORTS = ir.VectorType(SHORT, STEP // 2)
 
 
 @intrinsic(prefer_literal=True)
 def dot(typing_context: Any, rows: Any, batch: Any, code: Any, scale: Any, at: Any, segments: Any, steps: Any) -> Any:
     """Add the products of rows of weights with rows of x to sums float32 [rows * batch]; both counts are literals.
 
-    code, scale   of whose types codes and scales are: they say what the weights are (`_KINDS`)
+    code, scale   of whose types codes and scales are: they say what the weights are (`KINDS`)
     at            the address of int64 [3, AT], the addresses of rows of codes, of their scales and of rows of x; the
                   sums follow
     segments      follow each other; each has `steps` steps, and its own scale
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> None:
-        places = builder.inttoptr(arguments[4], _LONG.as_pointer())
+        places = builder.inttoptr(arguments[4], LONG.as_pointer())
 
         def starts(row: int, element: ir.Type, count: int) -> list[ir.Value]:
-            found = [builder.load(builder.gep(places, [_LONG(AT * row + index)])) for index in range(count)]
+            found = [builder.load(builder.gep(places, [LONG(AT * row + index)])) for index in range(count)]
             return [builder.inttoptr(place, element.as_pointer()) for place in found]
 
         elements = [context.get_value_type(kind) for kind in (code, scale)]
         rows_of_codes, scales = (starts(row, element, rows.literal_value) for row, element in enumerate(elements))
-        xs = starts(2, _FLOAT, batch.literal_value)
-        tile = _Tile(builder, _KINDS[code, scale], rows_of_codes, scales, xs)
+        xs = starts(2, FLOAT, batch.literal_value)
+        has_avx2 = "+avx2" in context.codegen().magic_tuple()[2].split(",")
+        tile = _Tile(builder, KINDS[code, scale], rows_of_codes, scales, xs, has_avx2)
         with cgutils.for_range(builder, arguments[5]) as segment:
             tile.add_segment(segment.index, arguments[6])
-        tile.finish(builder.bitcast(builder.gep(places, [_LONG(3 * AT)]), _FLOAT.as_pointer()))
+        tile.finish(builder.bitcast(builder.gep(places, [LONG(3 * AT)]), FLOAT.as_pointer()))
 
     long = numba.types.int64
     return numba.types.void(rows, batch, code, scale, long, long, long), generate
@@ -91,7 +77,7 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any, room: 
     """Copy `count` bytes from one address to another, and make zeros of what follows, up to `room` bytes."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> None:
-        to, origin = (builder.inttoptr(address, _BYTE.as_pointer()) for address in arguments[:2])
+        to, origin = (builder.inttoptr(address, BYTE.as_pointer()) for address in arguments[:2])
         cgutils.raw_memcpy(builder, to, origin, arguments[2], 1)  # type: ignore[no-untyped-call]
         left = builder.sub(arguments[3], arguments[2])
         cgutils.memset(builder, builder.gep(to, [arguments[2]]), left, 0)  # type: ignore[no-untyped-call]
@@ -123,11 +109,19 @@ class _Tile:
     """The code for some rows of weights by some rows of x."""
 
     def __init__(
-        self, builder: ir.IRBuilder, kind: _Kind, codes: list[ir.Value], scales: list[ir.Value], xs: list[ir.Value]
+        self,
+        builder: ir.IRBuilder,
+        kind: Kind,
+        codes: list[ir.Value],
+        scales: list[ir.Value],
+        xs: list[ir.Value],
+        has_avx2: bool,
     ) -> None:
         self.builder, self.kind, self.codes, self.scales, self.xs = builder, kind, codes, scales, xs
-        self.sums, self.totals = ([[self._variable(_FLOATS) for _ in xs] for _ in codes] for _ in range(2))
-        self.largest = [self._variable(_STEP_BYTES) for _ in codes] if kind.e4m3 else []
+        self.has_avx2 = has_avx2
+        self.totals = [[self._variable(FLOATS) for _ in xs] for _ in codes]
+        self.sums = [[self._variable(FLOATS) for _ in xs] for _ in codes] if kind.floats else []
+        self.largest = [self._variable(STEP_BYTES) for _ in codes] if kind.e4m3 else []
 
     def _variable(self, kind: ir.VectorType) -> ir.Value:
         variable = cgutils.alloca_once(self.builder, kind)  # type: ignore[no-untyped-call]
@@ -136,39 +130,89 @@ class _Tile:
 
     def add_segment(self, segment: ir.Value, steps: ir.Value) -> None:
         """Add a segment to the totals."""
-        builder, kind = self.builder, self.kind
-        for variable in (variable for row in self.sums for variable in row):
-            builder.store(splat(_FLOATS, 0.0), variable)
-        first = builder.mul(segment, steps)
-        with cgutils.for_range(builder, steps) as step:
-            self._add_step(builder.add(first, step.index))
-        for row, (sums, totals) in enumerate(zip(self.sums, self.totals, strict=True)):
-            at = builder.gep(self.scales[row], [builder.mul(segment, _LONG(kind.scales))])
-            scale = _scale_vector(builder, at, kind.scales)
-            for total, part in zip(totals, sums, strict=True):
-                builder.store(_fma(builder, builder.load(part), scale, builder.load(total)), total)
+        first = self.builder.mul(segment, steps)
+        if self.kind.halves:
+            scales = self._scales(segment)
+            if self.kind.scales > 1:  # a segment is a step
+                self._add_halves(self.kind.halves, segment, scales)
+            else:
+                with cgutils.for_range(self.builder, steps) as step:
+                    self._add_halves(self.kind.halves, self.builder.add(first, step.index), scales)
+        elif self.kind.floats:
+            for variable in (variable for row in self.sums for variable in row):
+                self.builder.store(splat(FLOATS, 0.0), variable)
+            with cgutils.for_range(self.builder, steps) as step:
+                self._add_floats(self.kind.floats, self.builder.add(first, step.index))
+            for sums, totals, scale in zip(self.sums, self.totals, self._scales(segment), strict=True):
+                for total, part in zip(totals, sums, strict=True):
+                    self._add_product(self.builder.load(part), scale, total)
 
-    def _add_step(self, step: ir.Value) -> None:
+    def _scales(self, segment: ir.Value) -> list[ir.Value]:
+        count = self.kind.scales
+        places = [self.builder.gep(start, [self.builder.mul(segment, LONG(count))]) for start in self.scales]
+        return [scale_vector(self.builder, place, count) for place in places]
+
+    def _open(self, step: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Where a step begins in rows of codes, which are fetched ahead, and of x."""
         builder, kind = self.builder, self.kind
-        codes = [builder.gep(start, [builder.mul(step, _LONG(kind.codes))]) for start in self.codes]
-        xs = [builder.gep(start, [builder.mul(step, _LONG(kind.xs))]) for start in self.xs]
+        codes = [builder.gep(start, [builder.mul(step, LONG(kind.codes))]) for start in self.codes]
         for at in codes:
             _prefetch(builder, at)
+        return codes, [builder.gep(start, [builder.mul(step, LONG(kind.xs))]) for start in self.xs]
+
+    def _add_floats(self, decode: Callable[..., list[ir.Value]], step: ir.Value) -> None:
+        builder, (codes, xs) = self.builder, self._open(step)
         for largest, at in zip(self.largest, codes, strict=False):
-            magnitudes = builder.or_(load(builder, at, _STEP_BYTES), splat(_STEP_BYTES, 0x80))
+            magnitudes = builder.or_(load(builder, at, STEP_BYTES), splat(STEP_BYTES, 0x80))
             kept = builder.load(largest)
             builder.store(builder.select(builder.icmp_unsigned(">", magnitudes, kept), magnitudes, kept), largest)
-        weights = [kind.vectors(builder, at) for at in codes]
+        weights = [decode(builder, at) for at in codes]
         for number, vectors in enumerate(zip(*weights, strict=True)):
             for index, at in enumerate(xs):
-                x = load(builder, builder.gep(at, [_LONG(WIDTH * number)]), _FLOATS)
+                x = load(builder, builder.gep(at, [LONG(WIDTH * number)]), FLOATS)
                 for sums, vector in zip(self.sums, vectors, strict=True):
-                    builder.store(_fma(builder, vector, x, builder.load(sums[index])), sums[index])
-        if kind.xs == INTERLEAVED:
-            for index, at in enumerate(xs):
-                x = load(builder, builder.gep(at, [_LONG(STEP4)]), _FLOATS)
-                for sums in self.sums:
-                    builder.store(builder.fadd(builder.load(sums[index]), x), sums[index])
+                    self._add_product(vector, x, sums[index])
+
+    def _add_halves(self, decode: Callable[..., Halves], step: ir.Value, scales: list[ir.Value]) -> None:
+        """Of a step of x there are the digits of even and of odd columns, what to add to each word, and its unit."""
+        builder, (codes, xs) = self.builder, self._open(step)
+        for totals, place, scale in zip(self.totals, codes, scales, strict=True):
+            halves = decode(builder, place)
+            for total, at in zip(totals, xs, strict=True):
+                builder.fence("seq_cst", "singlethread")  # else x is kept in registers, and other things are not
+                self._add_product(*self._multiply_halves(halves, at, scale), total)
+
+    def _multiply_halves(self, halves: Halves, x: ir.Value, scale: ir.Value) -> tuple[ir.Value, ir.Value]:
+        builder = self.builder
+        *digits, added, unit = (
+            load(builder, builder.gep(x, [LONG(WIDTH * place)]), kind)
+            for place, kind in enumerate([STEP_BYTES] * 2 * len(PLACES) + [INTS, FLOATS])
+        )
+        for even, odd, place in zip(digits[::2], digits[1::2], PLACES, strict=True):
+            pairs = builder.add(self._multiply(halves.low, even), self._multiply(halves.high, odd))
+            products = self._multiply(pairs, splat(_STEP_SHORTS, place))
+            added = builder.sub(added, products) if place < 0 else builder.add(added, products)
+        return builder.sitofp(added, FLOATS), builder.fmul(unit, scale)
+
+    def _multiply(self, left: ir.Value, right: ir.Value) -> ir.Value:
+        """Products of two vectors of bytes, the first not negative, or of int16, each added to its neighbour's."""
+        builder, kind = self.builder, left.type
+        wide = ir.VectorType(ir.IntType(2 * kind.element.width), kind.count)
+        half = ir.VectorType(wide.element, kind.count // 2)
+        if self.has_avx2:
+            name = "llvm.x86.avx2.pmadd.ub.sw" if kind == STEP_BYTES else "llvm.x86.avx2.pmadd.wd"
+            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(half, [kind] * 2), name)  # type: ignore[no-untyped-call]
+            return builder.call(function, [left, right])
+        products = builder.mul(*(builder.sext(part, wide) for part in (left, right)))
+        places = ir.VectorType(INT, half.count)
+        even, odd = (ir.Constant(places, [*range(begin, kind.count, 2)]) for begin in (0, 1))
+        return builder.add(*(builder.shuffle_vector(products, products, part) for part in (even, odd)))
+
+    def _add_product(self, left: ir.Value, right: ir.Value, total: ir.Value) -> None:
+        """Add the products of two vectors to a variable, fused."""
+        builder, kind = self.builder, ir.FunctionType(FLOATS, [FLOATS] * 3)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v8f32")  # type: ignore[no-untyped-call]
+        builder.store(builder.call(function, [left, right, builder.load(total)]), total)
 
     def finish(self, sums: ir.Value) -> None:
         """Add the lanes of each total, always in the same way, to `sums`; NaN where a code is."""
@@ -178,107 +222,26 @@ class _Tile:
                 number = _add_lanes(builder, builder.load(total))
                 if self.largest:
                     highest = reduce(builder, "umax", builder.load(self.largest[row]))
-                    bad = builder.icmp_unsigned("==", highest, _BYTE(_E4M3_NAN))
-                    number = builder.select(bad, _FLOAT(float("nan")), number)
-                at = builder.gep(sums, [_LONG(place)])
+                    bad = builder.icmp_unsigned("==", highest, BYTE(E4M3_NAN))
+                    number = builder.select(bad, FLOAT(float("nan")), number)
+                at = builder.gep(sums, [LONG(place)])
                 builder.store(builder.fadd(builder.load(at), number), at)
                 place += 1
 
 
 def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Ask for what lies `AHEAD` bytes behind an address, which need not exist."""
-    pointer = _BYTE.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
+    pointer = BYTE.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
-    ahead = builder.gep(builder.bitcast(address, pointer), [_LONG(AHEAD)])
-    builder.call(function, [ahead, _INT(0), _INT(3), _INT(1)])  # to read, into all caches, data
-
-
-def _fp8(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    def vector(number: int) -> ir.Value:
-        part = load(builder, builder.gep(address, [_LONG(WIDTH * number)]), _BYTES)
-        moved = builder.shl(builder.sext(part, _INTS), splat(_INTS, 20))
-        return builder.bitcast(builder.and_(moved, splat(_INTS, _E4M3_MASK)), _FLOATS)
-
-    return [vector(number) for number in range(STEP // WIDTH)]
-
-
-def _bf16(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    def vector(number: int) -> ir.Value:
-        return _bf16_vector(builder, load(builder, builder.gep(address, [_LONG(WIDTH * number)]), _SHORTS))
-
-    return [vector(number) for number in range(STEP // WIDTH)]
-
-
-def _int4(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    words = load(builder, address, _INTS)
-    nibbles = [builder.and_(words, splat(_INTS, 15 << 4 * place)) for place in range(7)]
-    return [builder.sitofp(part, _FLOATS) for part in (*nibbles, builder.lshr(words, splat(_INTS, 28)))]
-
-
-def _nvfp4(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    words = load(builder, address, _INTS)
-    low, high = (_shifted_e2m1(builder, part) for part in (words, builder.lshr(words, splat(_INTS, 4))))
-    pairs = [builder.and_(part, splat(_INTS, 255 << 8 * place)) for place in range(4) for part in (low, high)]
-    return [builder.sitofp(part, _FLOATS) for part in pairs]
-
-
-def _shifted_e2m1(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
-    """12 + twice the number of the low half of each byte: of 0..7 it is 0 1 2 3 4 6 8 12."""
-    halves = builder.and_(builder.bitcast(words, _STEP_BYTES), splat(_STEP_BYTES, 15))
-    place = builder.and_(halves, splat(_STEP_BYTES, 7))
-    name, kinds = "llvm.usub.sat.v32i8", [_STEP_BYTES] * 2
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_STEP_BYTES, kinds), name)  # type: ignore[no-untyped-call]
-    beyond4, beyond6 = (builder.call(function, [place, splat(_STEP_BYTES, bound)]) for bound in (4, 6))
-    twice = builder.add(builder.add(place, beyond4), builder.add(beyond6, beyond6))
-    middle = splat(_STEP_BYTES, 12)
-    negative = builder.icmp_unsigned(">", halves, splat(_STEP_BYTES, 7))
-    shifted = builder.select(negative, builder.sub(middle, twice), builder.add(middle, twice))
-    return builder.bitcast(shifted, _INTS)
-
-
-def _scale_vector(builder: ir.IRBuilder, address: ir.Value, count: int) -> ir.Value:
-    """`count` scales, each for its share of the lanes."""
-    stored = address.type.pointee
-    kind = ir.VectorType(stored, count)
-    scales = load(builder, address, kind)
-    lanes = ir.Constant(_INTS, [lane * count // WIDTH for lane in range(WIDTH)])
-    spread = builder.shuffle_vector(scales, ir.Constant(kind, ir.Undefined), lanes)
-    if stored == _FLOAT:
-        return spread
-    if stored == _SHORT:
-        return _bf16_vector(builder, spread)
-    moved = builder.shl(builder.sext(spread, _INTS), splat(_INTS, 20))
-    number = builder.bitcast(builder.and_(moved, splat(_INTS, _E4M3_MASK)), _FLOATS)
-    nan = builder.icmp_unsigned("==", builder.or_(spread, splat(_BYTES, 0x80)), splat(_BYTES, _E4M3_NAN))
-    return builder.select(nan, splat(_FLOATS, float("nan")), builder.fmul(number, splat(_FLOATS, 2.0**120)))
-
-
-def _bf16_vector(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    return builder.bitcast(builder.shl(builder.zext(bits, _INTS), splat(_INTS, 16)), _FLOATS)
+    ahead = builder.gep(builder.bitcast(address, pointer), [LONG(AHEAD)])
+    builder.call(function, [ahead, INT(0), INT(3), INT(1)])  # to read, into all caches, data
 
 
 def _add_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     count = WIDTH
     while count > 1:
         count //= 2
-        halves = (ir.Constant(ir.VectorType(_INT, count), [*range(begin, begin + count)]) for begin in (0, count))
+        halves = (ir.Constant(ir.VectorType(INT, count), [*range(begin, begin + count)]) for begin in (0, count))
         vector = builder.fadd(*(builder.shuffle_vector(vector, vector, half) for half in halves))
-    return builder.extract_element(vector, _INT(0))
-
-
-def _fma(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, added: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v8f32")  # type: ignore[no-untyped-call]
-    return builder.call(function, [left, right, added])
-
-
-_types = numba.types
-_KINDS = {
-    (_types.uint8, _types.float32): _Kind(_fp8, STEP, STEP, e4m3=True),
-    (_types.uint16, _types.float32): _Kind(_bf16, STEP, STEP),
-    (_types.uint32, _types.uint16): _Kind(_int4, WIDTH, INTERLEAVED),  # groups of a multiple of 64
-    (_types.uint32, _types.int16): _Kind(_int4, WIDTH, INTERLEAVED, scales=2),  # groups of 32
-    (_types.uint32, _types.float32): _Kind(_int4, WIDTH, INTERLEAVED, scales=WIDTH),  # a scale for each word
-    (_types.uint32, _types.uint8): _Kind(_nvfp4, WIDTH, INTERLEAVED, scales=4),
-}
+    return builder.extract_element(vector, INT(0))

@@ -9,14 +9,15 @@ Every number of the result is the sum over the same chunks in the same order, wh
 # mypy: disable-error-code="call-arg, var-annotated"
 
 import functools
-import math
 from typing import NamedTuple
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.dot_vectors import AT, INTERLEAVED, STEP, STEP4, WIDTH, copy_bytes, dot, peek, poke
+from quantkit.kernels.arranging import arrange, give
+from quantkit.kernels.code_vectors import STEP, STEP4, WIDTH
+from quantkit.kernels.dot_vectors import AT, copy_bytes, dot, peek, poke
 
 CHUNK = 2048  # columns, or less, of whole blocks; four rows of x take a first-level cache
 _BLOCK_ROWS = 32  # of weights, for many rows of x
@@ -98,6 +99,38 @@ _REST = (512, 1024, 1536)  # copies of codes, scales and x
 
 
 @numba.njit(nogil=True, cache=True)
+def product(  # type: ignore[no-untyped-def]
+    layout, parts, chunks, codes, scale, factors, how, experts, ends, x_rows, places, x, out
+):
+    """Write into `out` [pairs, rows] the products with x [T, columns], both float32 or the bits of BF16.
+
+    how  to `arrange` x; the rest as `multiply` says
+    """
+    arranged, x_factors = arrange(x, how)
+    y, room = np.empty(out.shape, np.float32), np.empty(ROOM, np.uint8)
+    end = len(experts) * layout[0]
+    multiply(
+        layout,
+        parts,
+        chunks,
+        codes,
+        scale,
+        factors,
+        arranged,
+        x_factors,
+        experts,
+        ends,
+        x_rows,
+        places,
+        0,
+        end,
+        room,
+        y,
+    )
+    give(y, out)
+
+
+@numba.njit(nogil=True, cache=True)
 def multiply(  # type: ignore[no-untyped-def]
     layout, parts, chunks, codes, scale, factors, x, x_factors, experts, ends, x_rows, places, begin, end, room, y
 ):
@@ -106,7 +139,7 @@ def multiply(  # type: ignore[no-untyped-def]
     layout              a `Layout` as int64 [9]; parts and chunks are its `Segments`, experts to places the `Pairs`
     codes, scale        flat, of all matrices
     factors, x_factors  float64, of each matrix and of each row of x; they multiply the result
-    x                   float32 [T, ..], as `normalize` or `interleave` makes it
+    x                   float32 [T, ..], as `arranging` makes it
     room                uint8 [ROOM], of this call alone
 
     The inner functions get addresses, since to count references to arrays would take longer than what they do.
@@ -194,7 +227,7 @@ def _copy_rest(layout, steps, columns, sizes, at):  # type: ignore[no-untyped-de
     used = (
         columns * layout.codes // layout.step,
         -(-columns * layout.scales // layout.step),
-        columns if layout.xs == layout.step else layout.xs,
+        columns if layout.codes == layout.step else layout.xs,
     )
     for kind in range(3):
         for index in range(AT):
@@ -219,57 +252,20 @@ def _write(layout, pairs, factor, rows, pair, count, chunk, at, y):  # type: ign
 
 
 @numba.njit(nogil=True, cache=True)
-def normalize(x, out, factors):  # type: ignore[no-untyped-def]
-    """Copy x float32 [T, K] with each row brought near 2^100, and write into `factors` float64 [T] what undoes it.
-
-    FP8's weights are 2^-120 of their numbers; their products with this x are normal float32, however large x is.
-    """
-    for row in range(x.shape[0]):
-        largest = np.float32(0)
-        for column in range(x.shape[1]):
-            largest = max(largest, abs(x[row, column]))
-        power = min(100 - math.frexp(largest)[1], 126) if np.isfinite(largest) else 0
-        factor = np.float32(2.0**power)
-        for column in range(x.shape[1]):
-            out[row, column] = x[row, column] * factor
-        factors[row] = 2.0 ** (120 - power)
-
-
-@numba.njit(nogil=True, cache=True)
-def interleave(x, factor, bits):  # type: ignore[no-untyped-def]
-    """Bring x float32 [T, K] into the order of 4-bit weights: float32 [T, ceil(K / 64) * 72].
-
-    Of 64 columns element 8i + j is column 8j + i, the one that nibble i of word j meets, divided by what the place of
-    its `bits` in the word multiplies the weight with; element 64 + j is `factor` times the sum over word j.
-    """
-    out = np.zeros((x.shape[0], -(-x.shape[1] // STEP4) * INTERLEAVED), np.float32)
-    powers = np.empty(WIDTH, np.float32)
-    for nibble in range(WIDTH):
-        shift = nibble * 4 // bits * bits
-        powers[nibble] = 2.0**-shift if shift < 28 else 1.0
-    for row in range(x.shape[0]):
-        for word in range(x.shape[1] // WIDTH):
-            at = word // WIDTH * INTERLEAVED + word % WIDTH
-            for nibble in range(WIDTH):
-                number = x[row, word * WIDTH + nibble]
-                out[row, at + nibble * WIDTH] = number * powers[nibble]
-                out[row, at + STEP4] += number * np.float32(factor)
-    return out
-
-
-@numba.njit(nogil=True, cache=True)
-def sort(chosen, experts):  # type: ignore[no-untyped-def]
-    """The pairs int64 [pairs] by expert, in their order, and where those of each begin, int64 [experts + 1]."""
-    ends, places = np.zeros(experts + 1, np.int64), np.empty(len(chosen), np.int64)
+def sort(chosen, experts, rows_per_x):  # type: ignore[no-untyped-def]
+    """`Pairs` of the experts `chosen` int64 [pairs], by expert, in their order; none if there is not such an expert."""
+    counts, places = np.zeros(experts + 1, np.int64), np.empty(len(chosen), np.int64)
     for expert in chosen:
-        ends[expert + 1] += 1
-    for expert in range(experts):
-        ends[expert + 1] += ends[expert]
-    following = ends.copy()
+        if not 0 <= expert < experts:
+            return places[:0], places[:0], places[:0], places[:0]
+        counts[expert + 1] += 1
+    used = np.flatnonzero(counts) - 1
+    following = np.cumsum(counts)
+    ends = np.append(following[used], len(chosen))
     for pair in range(len(chosen)):
         places[following[chosen[pair]]] = pair
         following[chosen[pair]] += 1
-    return places, ends
+    return used, ends, places // rows_per_x, places
 
 
 def natural(rows: int, columns: int, block_rows: int, block: int) -> Layout:
@@ -280,4 +276,4 @@ def natural(rows: int, columns: int, block_rows: int, block: int) -> Layout:
 def by_words(rows: int, columns: int, group: int, scales: int) -> Layout:
     """The layout of 4-bit weights in groups of a multiple of 64, or with so many `scales` for 64 columns."""
     block, grid = (group, columns // group) if scales == 1 else (STEP4, -(-columns * scales // STEP4))
-    return Layout(rows, columns, STEP4, WIDTH, INTERLEAVED, 1, block, scales, grid)
+    return Layout(rows, columns, STEP4, WIDTH, STEP4, 1, block, scales, grid)

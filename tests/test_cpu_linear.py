@@ -1,6 +1,10 @@
 """Products on a CPU with weights as they are stored, dense and for routed experts, against the exact numbers."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -94,7 +98,7 @@ def assert_near(y: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
     """`y` is x [pairs, K] times exact [pairs or 1, N, K], rounded to BF16 once, but for float32 sums.
 
     A sum of K products in float32 is wrong by at most K / 8 + 4 roundings of the sum of their magnitudes, since eight
-    lanes are added apart; twice that where a weight's 8 or 12 is added and taken off again.
+    lanes are added apart; of 4-bit weights by twice that, since numbers of x have the unit of the largest of eight.
     """
     wide = x.double().unsqueeze(2)
     expected, magnitude = (exact @ wide).squeeze(2), (exact.abs() @ wide.abs()).squeeze(2)
@@ -149,6 +153,23 @@ def test_threads_change_nothing(make: Callable[..., Case], monkeypatch: pytest.M
     for threads in (2, 5):
         torch.set_num_threads(threads)
         assert torch.equal(run(), one)
+
+
+def test_any_machine_gives_the_same_bits(tmp_path: Path) -> None:
+    """Without AVX2 and fused products in the processor the sums are the same."""
+    script = """if True:
+        import torch
+        from quantkit.kernels.cpu_linear import int4_linear
+        torch.manual_seed(1)
+        packed, scale = torch.randint(-(2**31), 2**31, (5, 12)).int(), torch.rand(5, 3).bfloat16()
+        print(int4_linear(torch.randn(3, 96), packed, scale).view(torch.int32).tolist())
+    """
+    slow = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    runs = [subprocess.run(command, env=os.environ | more, capture_output=True, check=True) for more in ({}, slow)]
+
+    assert len(runs[0].stdout) > 100
+    assert runs[0].stdout == runs[1].stdout
 
 
 def test_int4_each_weight_meets_its_number_of_x() -> None:

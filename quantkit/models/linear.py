@@ -42,6 +42,8 @@ def expert_linear(x: torch.Tensor, weight: Packed, ids: torch.Tensor) -> torch.T
 
 
 def _multiply(x: torch.Tensor, weight: Packed, ids: torch.Tensor | None) -> torch.Tensor:
+    if (x.dtype == torch.bfloat16 or weight.encoding is Encoding.PLAIN) and weight.compiled is not None:
+        return ops.compiled(x, weight.compiled, ids)
     codes, scale = weight.codes, weight.scale
     if weight.encoding is Encoding.PLAIN:
         return ops.plain(x, codes, ids)

@@ -10,6 +10,8 @@ weights. Source of the order of operations: `modeling_deepseek_v3.py` of transfo
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +23,10 @@ from quantkit.models.norm import RmsNorm
 from quantkit.models.packed import decode
 from quantkit.models.rope import rotate, score_factor
 from quantkit.models.shelf import Shelf
-from quantkit.ops.linear import heads
+from quantkit.ops.linear import compiled_weights, heads
+
+if TYPE_CHECKING:
+    from quantkit.kernels.cpu_linear import Weights
 
 _EPS = 1e-6
 
@@ -50,6 +55,14 @@ class Mla:
     output: Linear
     indexer: Indexer | None
 
+    @cached_property
+    def _key_up(self) -> "Weights | None":
+        return compiled_weights(self.key_up)
+
+    @cached_property
+    def _value_up(self) -> "Weights | None":
+        return compiled_weights(self.value_up)
+
     def attend(self, x: torch.Tensor, step: Step, selected: torch.Tensor | None) -> Attended:
         """[T, hidden] to [T, hidden], over the tokens of `selected` where the layer has no indexer of its own."""
         config = self.config
@@ -62,9 +75,9 @@ class Mla:
         step.cache.append_latent(self.layer, step.positions, latent, key)
         if self.indexer:
             selected = self.indexer.select(x, q_latent, step)
-        absorbed = heads(q_nope, self.key_up)
+        absorbed = heads(q_nope, self.key_up, self._key_up)
         attended = step.cache.attend_latent(self.layer, step.positions, absorbed, q_rope, self.scale, selected)
-        values = heads(attended, self.value_up)
+        values = heads(attended, self.value_up, self._value_up)
         return Attended(self.output(values.flatten(1)), selected)
 
 

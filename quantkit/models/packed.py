@@ -11,11 +11,16 @@ tensors have one axis more, E, in front. Bit layouts: `quantkit.formats`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from quantkit.checkpoint.weights import Encoding
 from quantkit.ops import linear as ops
+
+if TYPE_CHECKING:
+    from quantkit.kernels.cpu_linear import Weights
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,11 @@ class Packed:
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(part.nbytes for part in (self.codes, self.scale, self.multiplier) if part is not None)
+
+    @cached_property
+    def compiled(self) -> "Weights | None":
+        """The weight made ready for the CPU's loops, if they take it."""
+        return ops.compiled_weights(self.codes, self.scale, self.multiplier, self.block)
 
     def expert(self, number: int) -> "Packed":
         """One expert's weight, sharing the memory."""

@@ -11,7 +11,7 @@ Layouts and errors: `quantkit.formats` and the kernels.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +19,9 @@ from torch.nn import functional as F
 from quantkit.formats import fp8_block as fp8_format
 from quantkit.formats import int4 as int4_format
 from quantkit.formats import nvfp4 as nvfp4_format
+
+if TYPE_CHECKING:
+    from quantkit.kernels.cpu_linear import Weights
 
 Backend = Literal["compiled", "triton", "reference"]
 
@@ -99,12 +102,42 @@ def plain(
     return _decoded(x, ids, (weight,), lambda codes: codes.to(x.dtype))
 
 
-def heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, K] times the matrix of each head, `weight` [heads, N, K]: [T, heads, N]."""
-    if x.device.type != "cpu" or weight.dtype != torch.bfloat16:
+def compiled_weights(
+    codes: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    multiplier: torch.Tensor | None = None,
+    block: tuple[int, int] | None = None,
+) -> "Weights | None":
+    """Weights of any kind made ready, in the same memory, for `compiled`; None where there are no loops for them."""
+    from quantkit.kernels import cpu_linear
+
+    if codes.device.type != "cpu":
+        return None
+    if scale is None:
+        return cpu_linear.plain_weights(codes) if codes.dtype == torch.bfloat16 else None
+    if codes.dtype == torch.float8_e4m3fn:
+        assert block is not None
+        return cpu_linear.fp8_block_weights(codes, scale, block)
+    if multiplier is not None:
+        return cpu_linear.nvfp4_weights(codes, scale, multiplier)
+    return cpu_linear.int4_weights(codes, scale) if codes.shape[-1] % scale.shape[-1] == 0 else None
+
+
+def compiled(x: torch.Tensor, weights: "Weights", ids: torch.Tensor | None = None) -> torch.Tensor:
+    """x [M, K] times weights that are ready."""
+    from quantkit.kernels.cpu_linear import multiply
+
+    return multiply(x, weights, ids)
+
+
+def heads(x: torch.Tensor, weight: torch.Tensor, ready: "Weights | None" = None) -> torch.Tensor:
+    """x [T, heads, K] times the matrix of each head, `weight` [heads, N, K], which may be ready: [T, heads, N]."""
+    ready = ready or compiled_weights(weight)
+    if ready is None:
         return torch.einsum("thk,hnk->thn", x, weight)
-    ids = torch.arange(len(weight)).expand(len(x), -1)
-    return plain(x.flatten(0, 1), weight, ids).view(len(x), len(weight), -1)
+    from quantkit.kernels.cpu_linear import multiply_each
+
+    return multiply_each(x, ready)
 
 
 def decode_fp8_block(
