@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from quantkit.card import gate_table
-from quantkit.errors import OutputError, UsageError
+from quantkit.errors import UsageError
 from quantkit.eval import runs
 from quantkit.eval.arms import Answers, Arms
 from quantkit.eval.backends import BACKENDS, BF16_PAGES, HF, Arm, open_backend
@@ -23,13 +23,13 @@ from quantkit.eval.data_folder import data_folder as default_folder
 from quantkit.eval.distribution import read_text
 from quantkit.eval.history import History
 from quantkit.eval.offline import offline_tasks
+from quantkit.eval.report_files import write_report_files
 from quantkit.eval.task_specs import PUBLISHED, TaskSpec
 from quantkit.eval.text_tasks import continuation_task
 from quantkit.report import AccuracyReport, DistributionReport, Verdict
 from quantkit.runtime.cache_options import CacheOptions
 
 SUITES = ("published", "offline", "quick")
-REPORT_FILES = ("report.json", "report.md")
 NEXT_TOKEN = "next token"  # the distributions' task
 _QUICK_TOKENS, _TOKENS = 4096, 16384
 
@@ -113,12 +113,7 @@ def evaluate(
 
 def write_report(report: AccuracyReport, folder: Path) -> None:
     """Write `report` into `folder` as JSON, as `push --gate` takes it, and as Markdown."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in zip(REPORT_FILES, (report.to_json(), gate_table(report)), strict=True):
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{folder}: the report cannot be written: {error.strerror}") from error
+    write_report_files(report, gate_table(report), folder)
 
 
 def _text(options: Options) -> str | None:

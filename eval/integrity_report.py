@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.capacity.tables import TextTable
+from quantkit.records import TextTable
 from quantkit.report import Report
 
 LIMIT = 0.01  # of what `tags` may cost, upper bounds included

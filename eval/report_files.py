@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from quantkit.capacity.tables import TextTable
-from quantkit.errors import OutputError
+from quantkit.checkpoint.writer import write_whole
+from quantkit.records import TextTable
 from quantkit.report import Report
 
 REPORT_FILES = ("report.json", "report.md")
@@ -12,12 +12,8 @@ REPORT_FILES = ("report.json", "report.md")
 
 def write_report_files(report: Report, tables: str, folder: Path) -> None:
     """Write `report` and `tables`, its Markdown, into `folder`. Raises OutputError if it cannot be written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in zip(REPORT_FILES, (report.to_json(), tables), strict=True):
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{folder}: the report cannot be written: {error.strerror}") from error
+    for name, text in zip(REPORT_FILES, (report.to_json(), tables), strict=True):
+        write_whole(folder / name, text.encode())
 
 
 def markdown(tables: Iterable[TextTable]) -> str:

@@ -60,7 +60,7 @@ def parse_card(text: str, name: str) -> Card:
     match = _FRONT_MATTER.match(text)
     try:
         metadata = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise SourceError(
             f"{name}: its metadata are no YAML: {reason}", hint="Mend the lines between the ---."
@@ -155,11 +155,7 @@ def _result(entry: Comparison) -> dict[str, Any]:
 
 def _source(facts: Facts) -> str:
     source, recipe = facts.manifest.source, facts.manifest.recipe
-    what = (
-        f"`{facts.source_repo}` at revision `{source['revision']}`"
-        if facts.source_repo
-        else f"`{_shown(source['name'])}`"
-    )
+    what = f"`{facts.source_repo}` at revision `{source.revision}`" if facts.source_repo else f"`{_shown(source.name)}`"
     recipe_text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=100)
     return (
         f"{what}, converted by quantkit {facts.manifest.version} with the recipe `{recipe['name']}`: "
@@ -172,7 +168,7 @@ def _sizes(manifest: Manifest) -> str:
     for group in manifest.groups:
         numbers = (f"{number:,}" for number in (group.weights, group.source_bytes, group.nbytes))
         rows.append((_role(group.role, group.mtp), group.source_format, group.format, *numbers))
-    before, after = int(manifest.source["total_bytes"]), manifest.total_bytes
+    before, after = manifest.source.total_bytes, manifest.total_bytes
     rows.append(("**all**", "", "", "", f"{before:,}", f"{after:,}"))
     ratio = f" ({after / before:.1%})" if before else ""
     table = _table(("weights", "from", "to", "number", "bytes before", "bytes after"), rows, left=3)

@@ -1,7 +1,8 @@
 """What a person sees: tables on stdout, progress, warnings and errors on stderr. The only user of rich."""
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,20 +12,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from quantkit.capacity.report import CapacityReport, PublishedFigures
-from quantkit.capacity.tables import TextTable
 from quantkit.capacity.tables import tables as capacity_tables
 from quantkit.compatibility.report import Compatibility
-from quantkit.errors import QuantkitError
-from quantkit.eval.offline import OfflineData
+from quantkit.errors import OutputError, QuantkitError
+from quantkit.records import TextTable
 from quantkit.remote import PublishReport
 from quantkit.report import (
     AccuracyReport,
     Check,
     Comparison,
-    DistributionReport,
     Inspection,
     Manifest,
-    PositionRange,
     Report,
     Verdict,
     Verification,
@@ -40,12 +38,26 @@ _ERR = Console(stderr=True, soft_wrap=True)
 
 def show(report: Report, *, as_json: bool) -> None:
     """Print a report on stdout: as one JSON object, or as tables."""
-    if as_json:
-        sys.stdout.write(report.to_json())
-    else:
-        _SHOWN_BY.get(type(report), lambda own: _print_tables(own.tables()))(report)
+    with _written_to_stdout():
+        if as_json:
+            sys.stdout.write(report.to_json())
+        else:
+            _SHOWN_BY.get(type(report), _show_tables)(report)
     for warning in getattr(report, "warnings", ()):
         _ERR.print(f"[yellow]warning:[/] {escape(warning)}")
+
+
+@contextmanager
+def _written_to_stdout() -> Iterator[None]:
+    """Raise OutputError for a full disk behind stdout; a pipe whose reader has left is no fault."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left need not fail again at the exit
+        raise OutputError(f"stdout cannot be written: {error.strerror}", hint="Send it to another place.") from error
 
 
 def tell(what: str) -> None:
@@ -104,16 +116,16 @@ def _size(nbytes: int) -> str:
 
 
 def _show_manifest(manifest: Manifest) -> None:
-    title = f"{manifest.source['name']}  by  {manifest.recipe['name']}: {manifest.recipe['description']}"
+    title = f"{manifest.source.name}  by  {manifest.recipe['name']}: {manifest.recipe['description']}"
     table = _table(escape(title), "role", "weights", "from:", "to:", "before", "after")
     for group in manifest.groups:
         row = (f"{group.weights:,}", group.source_format, group.format, _size(group.source_bytes), _size(group.nbytes))
         table.add_row(_role(group.role, group.mtp), *row)
     _OUT.print(table)
     source = manifest.source
-    ratio = manifest.total_bytes / source["total_bytes"] if source["total_bytes"] else 1.0
+    ratio = manifest.total_bytes / source.total_bytes if source.total_bytes else 1.0
     _OUT.print(
-        f"source {source['total_bytes']:,} bytes in {source['num_tensors']:,} tensors; "
+        f"source {source.total_bytes:,} bytes in {source.num_tensors:,} tensors; "
         f"output {manifest.total_bytes:,} bytes in {manifest.num_tensors:,} tensors ({ratio:.1%})"
     )
     if manifest.files:
@@ -179,6 +191,10 @@ def _show_compatibility(report: Compatibility) -> None:
         _OUT.print(f"[yellow]{escape(where)}:[/] {escape(text)}", highlight=False)
 
 
+def _show_tables(report: Report) -> None:
+    _print_tables(report.tables())
+
+
 def _print_tables(tables: Iterable[TextTable]) -> None:
     for content in tables:
         table = _table(escape(content.title), *content.headings)
@@ -214,7 +230,7 @@ def _show_drift(report: DriftReport) -> None:
 
 def _show_accuracy(report: AccuracyReport) -> None:
     if report.distribution:
-        _show_distribution(report.distribution)
+        _print_tables(report.distribution.tables())
     headings = ("task", "metric:", "items", "baseline", "candidate", "lost", "gained", "difference", "lower", "upper")
     table = _table(f"{escape(report.candidate)} against {escape(report.baseline)}", *headings, "p (Holm)", "detectable")
     shown = sorted(report.tasks, key=lambda task: task.adjusted_p_value)[:_MOST_TASKS]
@@ -240,35 +256,6 @@ def _comparison_row(task: Comparison) -> tuple[str, ...]:
     return (escape(task.task), escape(metric), f"{task.items:,}", *shares, *counts, f"{100 * task.detectable_drop:.2f}")
 
 
-def _show_offline_data(report: OfflineData) -> None:
-    table = _table(
-        f"from {report.package} {report.version} into {escape(report.folder)}", "task", "split:", "items", "licence:"
-    )
-    for file in report.files:
-        table.add_row(file.task, file.split, f"{file.items:,}", file.licence)
-    _OUT.print(table)
-
-
-def _show_distribution(report: DistributionReport) -> None:
-    table = _table(f"{escape(report.candidate)} against {escape(report.baseline)}", "", "value", "meaning:")
-    table.add_row("bits per byte, baseline", f"{report.baseline_bits_per_byte:.4f}", "")
-    difference = report.candidate_bits_per_byte - report.baseline_bits_per_byte
-    table.add_row("bits per byte, candidate", f"{report.candidate_bits_per_byte:.4f}", f"{difference:+.4f}")
-    table.add_row("KL divergence", f"{report.kl_divergence:.5f}", "nats per token; 0 is the same distribution")
-    table.add_row("top-1 agreement", f"{report.top1_agreement:.2%}", "both rank the same token first")
-    table.add_row("flips", f"{report.flips:.2%}", f"{report.lost:,} tokens lost, {report.gained:,} gained")
-    half = len(report.positions) // 2
-    early, late = (_mean_kl(part) for part in (report.positions[:half], report.positions[half:]))
-    table.add_row("KL, first and second half", f"{early:.5f} {late:.5f}", "of the positions in a window")
-    _OUT.print(table)
-    _OUT.print(f"{report.scored_tokens:,} tokens ({report.scored_bytes:,} bytes) of {escape(report.text)} scored")
-
-
-def _mean_kl(positions: Sequence[PositionRange]) -> float:
-    lengths = [part.last - part.first + 1 for part in positions]
-    return sum(n * part.kl_divergence for n, part in zip(lengths, positions, strict=True)) / max(sum(lengths), 1)
-
-
 def _show_publication(report: PublishReport) -> None:
     """A dry run shows the card, which is what remains to be judged."""
     if report.commit is None:
@@ -286,10 +273,8 @@ _SHOWN_BY: dict[type[Report], Callable[[Any], None]] = {
     Verification: _show_verification,
     Inspection: _show_inspection,
     Compatibility: _show_compatibility,
-    DistributionReport: _show_distribution,
     AccuracyReport: _show_accuracy,
     PublishReport: _show_publication,
-    OfflineData: _show_offline_data,
     CapacityReport: _show_capacity,
     PublishedFigures: _show_capacity,
     PhasePlan: _show_phases,

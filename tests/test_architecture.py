@@ -10,6 +10,7 @@ LAYERS = {
     "errors": 0,
     "naming": 0,
     "version": 0,
+    "records": 0,
     "recipe": 1,
     "report": 1,
     "formats": 1,

@@ -183,7 +183,7 @@ def test_sizes_are_the_manifests(facts: Facts) -> None:
     assert ["routed_expert", "fp8 128x128", "int4 g=32", "12", "393,312", "221,376"] in table
     assert ["routed_expert (MTP)", "fp8 128x128", "int4 g=32", "12", "393,312", "221,376"] in table
     total = f"{facts.manifest.total_bytes:,}"
-    assert ["**all**", "", "", "", f"{facts.manifest.source['total_bytes']:,}", total] in table
+    assert ["**all**", "", "", "", f"{facts.manifest.source.total_bytes:,}", total] in table
 
 
 def test_errors_are_those_of_verify(facts: Facts, toy: Path, toy_int4: Path) -> None:
@@ -242,7 +242,7 @@ def test_signed_scales_are_mentioned(facts: Facts) -> None:
 @pytest.mark.parametrize("name", ["/home/me/models/GLM-FP8", "./models/GLM-FP8/", "../GLM-FP8", "~/GLM-FP8"])
 def test_paths_of_the_machine_are_not_published(facts: Facts, name: str) -> None:
     """Of a local source the card names the folder, not where it lies."""
-    manifest = replace(facts.manifest, source=facts.manifest.source | {"name": name})
+    manifest = replace(facts.manifest, source=replace(facts.manifest.source, name=name))
     card = make_card(replace(facts, manifest=manifest))
 
     assert "`GLM-FP8`, converted by" in card

@@ -171,7 +171,7 @@ def test_convert_returns_the_manifest(toy: Path, tmp_path: Path) -> None:
 
     assert (tmp_path / "out" / "quantkit.json").read_text() == manifest.to_json()
     assert manifest.total_bytes == sum(group.nbytes for group in manifest.groups)
-    assert manifest.source["total_bytes"] == sum(group.source_bytes for group in manifest.groups)
+    assert manifest.source.total_bytes == sum(group.source_bytes for group in manifest.groups)
 
 
 def test_preview_predicts_the_sizes(toy: Path, tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def convert(pair: Pair, options: Options) -> None:
 def record_fold(folder: Path) -> None:
     """Say in a checkpoint's quantkit.json that scales were folded into its weights."""
     made = json.loads((folder / "quantkit.json").read_text())
-    fold = {"digest": "1" * 64, "layers": {}, "origin": made["source"]}
+    origin = {name: made["source"][name] for name in ("config_sha256", "shards_sha256")}
+    fold = {"digest": "1" * 64, "layers": {}, "origin": origin}
     (folder / "quantkit.json").write_text(json.dumps(made | {"fold": fold}))
 
 

@@ -34,9 +34,10 @@ def test_a_copy_holds_every_file(tiny_fp8: Path, tiny_folded: Path) -> None:
     assert made.files.keys() == after.keys()
     assert all(made.files[name].sha256 == sha256 for name, sha256 in after.items())
     shards_before = {path.name: before[path.name] for path in tiny_fp8.glob("model-*")}
-    assert made.source["shards_sha256"] == shards_before
+    assert made.source.shards_sha256 == shards_before
     assert made.fold is not None
-    assert made.fold["origin"]["shards_sha256"] == shards_before
+    assert made.fold.origin is not None
+    assert made.fold.origin.shards_sha256 == shards_before
 
 
 def test_a_cloned_copy_is_the_same(
@@ -153,7 +154,7 @@ def test_a_patch_holds_the_edited_tensors_alone(tiny_fp8: Path, tiny_folded: Pat
     assert all(torch.equal(tensors[name].view(torch.uint8), both[1][name].view(torch.uint8)) for name in changed)
     patch = FoldPatch.from_json((tmp_path / "patch" / "quantkit.json").read_text())
     assert patch.tensors.keys() == changed
-    assert patch.fold["digest"] == report.digest
+    assert patch.fold.digest == report.digest
     for name, place in patch.tensors.items():
         assert place.shard == open_source(tiny_fp8).tensors[name].shard
         for sha256, stored in zip((place.before, place.after), both, strict=True):

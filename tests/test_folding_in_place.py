@@ -83,7 +83,7 @@ def crash_at(number: int) -> Iterator[list[int]]:
         return step
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("write_patches", "sync", "_write", "_move", "_finish", "_remove"):
+        for name in ("write_patches", "sync", "write_whole", "_move", "_finish", "_remove"):
             patch.setattr(in_place, name, dying(name, getattr(in_place, name)))
         for module, name in ((os, "rename"), (shutil, "rmtree")):
             patch.setattr(module, name, dying(name, getattr(module, name)))

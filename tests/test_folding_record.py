@@ -48,7 +48,7 @@ def test_one_set_on_two_formats_is_one_kv_space(pair: tuple[Path, Path], tmp_pat
     edited = [Manifest.from_json((tmp_path / name / "quantkit.json").read_text()).fold for name in "ab"]
     assert edited[0]
     assert edited[1]
-    assert edited[0]["layers"]["0"]["output"] != edited[1]["layers"]["0"]["output"]
+    assert edited[0].layers["0"]["output"] != edited[1].layers["0"]["output"]
     assert space(tmp_path / "a") == space(tmp_path / "b") == space(tmp_path / "d")
     assert space(fp8) == space(int4)
     assert len({space(folder) for folder in (fp8, tmp_path / "a", tmp_path / "c")}) == 3
@@ -152,5 +152,5 @@ def test_a_damaged_manifest_or_shard_is_refused(folded: Path, checkpoint: Checkp
     assert not (tmp_path / "out" / "config.json").exists()
 
     (tmp_path / "int4" / "quantkit.json").write_text("{")
-    with pytest.raises(SourceError, match=r"quantkit.json cannot be read"):
+    with pytest.raises(SourceError, match=r"quantkit.json: cannot be read"):
         folding.fold(tmp_path / "int4", named("glm-5.2", **PARTS), tmp_path / "other", way=Way.COPY)

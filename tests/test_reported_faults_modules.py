@@ -234,7 +234,7 @@ def test_experts_in_one_tensor(tmp_path: Path, transposed: bool, hidden: int, wi
     assert before.keys() == after.keys()
     for name, values in before.items():
         assert np.abs(after[name] - values).mean() < 0.15 * np.abs(values).mean()
-    assert planned.total_bytes == manifest.total_bytes < 0.3 * manifest.source["total_bytes"]
+    assert planned.total_bytes == manifest.total_bytes < 0.3 * manifest.source.total_bytes
 
 
 def test_experts_whose_orientation_cannot_be_told(tmp_path: Path) -> None:

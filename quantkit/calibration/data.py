@@ -8,7 +8,6 @@ Where a tokenizer begins texts with a token of its own, every sequence begins wi
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from quantkit.calibration.report import DataFacts
 from quantkit.errors import DependencyError, SourceError, UsageError
+from quantkit.records import parse_json
 from quantkit.runtime.tokenizer import Tokenizer, has_tokenizer
 
 _MANUAL = "the Python manual"
@@ -121,7 +121,7 @@ class _Samples:
                 if not text.strip():
                     return []
                 return self._texts().encode_chat(text) if self._chat else self._texts().encode(text)
-        raise SourceError(f"{self._name}: sample {number} is not {_FORMS}")
+        raise SourceError(f"{self._name}: sample {number} is none of its forms", hint=f"Write {_FORMS}.")
 
     def _texts(self) -> Tokenizer:
         return self._tokenizer or Tokenizer(self._folder)  # the latter says what is missing
@@ -186,9 +186,10 @@ def _lines(path: Path, text: str) -> Iterator[Any]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             try:
-                yield json.loads(line)
+                yield parse_json(line)
             except ValueError as error:
-                raise SourceError(f"{path}: line {number} does not parse: {error}") from error
+                hint = f"Each line is one JSON object: {_FORMS}."
+                raise SourceError(f"{path}: line {number} does not parse: {error}", hint=hint) from error
 
 
 def _dataset(path: Path) -> Iterator[Any]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from quantkit.capacity.tables import TextTable
+from quantkit.records import TextTable
 from quantkit.report import Report
 
 

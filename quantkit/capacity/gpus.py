@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from quantkit.errors import UsageError
 _COUNT = re.compile(r"(?:([1-9]\d*)x)?(.+)")
 _OPTIONAL = ("fp8_tflops", "fp4_tflops", "sm")
 _WHOLE = ("memory_mib", "sm")
+_HINT = "Write NAME: {memory_mib: ..., bandwidth_gb_s: ..., bf16_tflops: ...}."
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,10 @@ def load_gpus(table: Path | None = None) -> dict[str, Gpu]:
 def _parse(file: str, text: str) -> dict[str, Gpu]:
     try:
         entries = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{file}: not valid YAML: {error}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"{file}: not valid YAML: {error}", hint=_HINT) from error
     if not isinstance(entries, Mapping):
-        raise UsageError(f"{file}: not a mapping of names to GPUs")
+        raise UsageError(f"{file}: not a mapping of names to GPUs", hint=_HINT)
     return {str(name): _gpu(file, str(name), entry) for name, entry in entries.items()}
 
 
@@ -94,6 +96,6 @@ def _gpu(file: str, name: str, entry: Any) -> Gpu:
         raise UsageError(f"{file}: {name} has no {', '.join(missing)}")
     for key, value in entry.items():
         kinds = (int,) if key in _WHOLE else (int, float)
-        if type(value) not in kinds or value <= 0:
+        if type(value) not in kinds or not 0 < value < inf:
             raise UsageError(f"{file}: {key} of {name} is {value!r}, not a positive number")
     return Gpu(name, **entry)

@@ -1,20 +1,11 @@
 """Capacity reports as tables of text, which `console` prints."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from quantkit.capacity.report import CapacityReport, PublishedFigures
+from quantkit.records import TextTable
 
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A title, headings (those that end in a colon are text, the others numbers) and rows."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def tables(report: CapacityReport | PublishedFigures) -> Iterator[TextTable]:

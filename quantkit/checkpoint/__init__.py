@@ -3,6 +3,8 @@
 header        the safetensors header: parse, check, write
 source        a checkpoint opened for reading: config, index, every tensor's place
 weights       stored tensors grouped into weights by dtype and siblings
+manifest      quantkit.json
+identity      which model a checkpoint holds, whatever its form
 spelling      how the dialects spell a weight in tensors
 experts       experts that are stored in one tensor, taken apart
 inventory     the headers of a published model, made from its config alone

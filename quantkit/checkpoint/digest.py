@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
+from quantkit.checkpoint.source import readable
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import SourceError
 from quantkit.report import File
@@ -29,9 +30,16 @@ def digest_of(files: Mapping[str, File]) -> str:
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """The files of a checkpoint by their names relative to `folder`; hidden files and folders are left out."""
+    """The files of a checkpoint by their names relative to `folder`; hidden files and folders are left out.
+
+    Raises SourceError for a name that is no UTF-8, which no manifest can hold.
+    """
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {name: found[name] for name in sorted(found) if not any(part.startswith(".") for part in name.split("/"))}
+    kept = {name: found[name] for name in sorted(found) if not any(part.startswith(".") for part in name.split("/"))}
+    for name in kept:
+        if name != name.encode("utf-8", "replace").decode():
+            raise SourceError(f"{folder} holds a file whose name is no UTF-8: {name!r}", hint="Rename it.")
+    return kept
 
 
 def hash_files(
@@ -43,12 +51,9 @@ def hash_files(
     """
 
     def work(path: Path) -> File:
-        try:
-            with path.open("rb") as stream:
-                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-                file = File(stream.tell(), sha256)
-        except OSError as error:
-            raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+        with readable(path), path.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            file = File(stream.tell(), sha256)
         progress(file.nbytes)
         return file
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import SourceError
+from quantkit.records import parse_json
 
 DTYPE_BYTES = {
     "BOOL": 1,
@@ -35,6 +36,7 @@ DTYPE_BYTES = {
 }
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_DIMENSIONS = 32
+_DAMAGED = "The file is damaged; download it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,11 @@ def parse_header(text: bytes, file_size: int, file: str) -> tuple[StoredTensor, 
     fit its offsets, overlaps, holes, and a file that is shorter or longer than its header says.
     """
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{file}: the safetensors header does not parse: {error}") from error
+        entries = parse_json(text.decode("utf-8"))
+    except ValueError as error:
+        raise SourceError(f"{file}: the safetensors header does not parse: {error}", hint=_DAMAGED) from error
     if not isinstance(entries, dict):
-        raise SourceError(f"{file}: the safetensors header is not a JSON object")
+        raise SourceError(f"{file}: the safetensors header is not a JSON object", hint=_DAMAGED)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise SourceError(f"{file}: __metadata__ is not a mapping of strings to strings")
@@ -128,14 +130,6 @@ def parse_header(text: bytes, file_size: int, file: str) -> tuple[StoredTensor, 
     return tuple(StoredTensor(spec, file, begin_of_data + begin) for spec, begin, _ in spans)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return entries
-
-
 def _parse_entry(name: str, entry: Any, file: str) -> tuple[TensorSpec, int, int]:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if (
@@ -144,8 +138,6 @@ def _parse_entry(name: str, entry: Any, file: str) -> tuple[TensorSpec, int, int
             pass
         case _:
             raise SourceError(f"{file}: the header's entry for {name} is malformed: {str(entry)[:200]}")
-    if not name.isascii() and name != name.encode("utf-8", "replace").decode("utf-8"):
-        raise SourceError(f"{file}: the tensor name {name!r} is not valid Unicode")
     if dtype not in DTYPE_BYTES:
         raise SourceError(f"{file}: tensor {name} has the dtype {dtype!r}, which is not known")
     if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):

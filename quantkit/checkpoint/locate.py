@@ -46,6 +46,8 @@ def _is_local(model: str | Path, revision: str | None) -> bool:
 def _repository(name: str, revision: str | None) -> tuple[str, str | None]:
     if alias := find_alias(name):
         return alias.repo, revision or alias.revision
+    if Path(name).exists():
+        raise SourceError(f"{name} is a file, not the folder of a checkpoint", hint="Give the folder that it is in.")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise SourceError(
             f"{name}: no such folder, and neither an alias nor a Hub repository id (owner/name)",

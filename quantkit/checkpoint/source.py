@@ -3,9 +3,9 @@
 Reads are `preadv` into buffers of the caller, because a memory map counts as resident memory.
 """
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +13,15 @@ from typing import Any
 
 from quantkit.checkpoint.header import StoredTensor, parse_header, parse_length
 from quantkit.errors import SourceError
+from quantkit.records import parse_json
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _READ_BYTES = 64 << 20
 _DOWNLOAD = "Download the checkpoint again."
+_UNREADABLE = "Make it readable, or download it again."
+_MEND = "Mend the file, or download it again."
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class Source:
     def config(self) -> dict[str, Any]:
         """The parsed config.json."""
         try:
-            config = json.loads(self.config_text)
-        except (ValueError, RecursionError) as error:
-            raise SourceError(f"{self.name}: {CONFIG_FILE} does not parse: {error}") from error
+            config = parse_json(self.config_text)
+        except ValueError as error:
+            raise SourceError(f"{self.name}: {CONFIG_FILE} does not parse: {error}", hint=_MEND) from error
         if not isinstance(config, dict):
-            raise SourceError(f"{self.name}: {CONFIG_FILE} is not a JSON object")
+            raise SourceError(f"{self.name}: {CONFIG_FILE} is not a JSON object", hint=_MEND)
         return config
 
     @property
@@ -72,7 +75,7 @@ class Source:
         try:
             return int(self.text_config["num_hidden_layers"])
         except (KeyError, TypeError, ValueError):
-            raise SourceError(f"{self.name}: {CONFIG_FILE} has no valid num_hidden_layers") from None
+            raise SourceError(f"{self.name}: {CONFIG_FILE} has no valid num_hidden_layers", hint=_MEND) from None
 
     @cached_property
     def shards(self) -> tuple[str, ...]:
@@ -99,10 +102,12 @@ class Source:
                     piece = buffer[done : done + _READ_BYTES]
                     count = os.preadv(file.fileno(), [piece], tensor.offset + begin + done)
                     if count == 0:
-                        raise SourceError(f"{path}: ended {len(buffer) - done:,} bytes early; it was changed meanwhile")
+                        what = f"{path}: ended {len(buffer) - done:,} bytes early; it was changed meanwhile"
+                        raise SourceError(what, hint=_DOWNLOAD)
                     done += count
         except OSError as error:
-            raise SourceError(f"{path}: {tensor.spec.name} cannot be read: {error.strerror}") from error
+            what = f"{path}: {tensor.spec.name} cannot be read: {error.strerror}"
+            raise SourceError(what, hint=_UNREADABLE) from error
 
 
 def open_source(folder: Path, name: str | None = None, revision: str | None = None) -> Source:
@@ -113,7 +118,8 @@ def open_source(folder: Path, name: str | None = None, revision: str | None = No
     """
     name = name or str(folder)
     if not folder.is_dir():
-        raise SourceError(f"{name}: no such folder", hint="Give a folder, a model alias or a Hub repository id.")
+        what = "is no folder" if folder.exists() else "no such folder"
+        raise SourceError(f"{name}: {what}", hint="Give the folder of a checkpoint, an alias or a Hub repository id.")
     config_text = _read_text(folder, CONFIG_FILE, name)
     weight_map = _read_weight_map(folder, name)
     tensors: dict[str, StoredTensor] = {}
@@ -144,34 +150,61 @@ def open_source(folder: Path, name: str | None = None, revision: str | None = No
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
     """The tensors of one safetensors file, checked against its size."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with readable(path), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             length = parse_length(file.read(8), size, path.name)
             return parse_header(file.read(length), size, path.name)
-    except FileNotFoundError:
-        raise SourceError(f"{path.parent}: shard {path.name} is missing", hint="Download it again.") from None
+    except SourceError:
+        if not path.exists():
+            raise SourceError(f"{path.parent}: shard {path.name} is missing", hint="Download it again.") from None
+        raise
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise SourceError, naming `path`, for what goes wrong in reading it."""
+    try:
+        yield
     except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+        raise SourceError(f"{path}: cannot be read: {error.strerror}", hint=_UNREADABLE) from error
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index: the shard of each tensor, and what it says of the bytes of all, which may be anything."""
+
+    weight_map: dict[str, str]
+    total_size: Any
+
+
+def read_index(folder: Path, name: str) -> Index | None:
+    """The index in the folder of the checkpoint `name`, if there is one; SourceError if it names no files."""
+    if not (folder / INDEX_FILE).exists():
+        return None
+    try:
+        content = parse_json(_read_text(folder, INDEX_FILE, name))
+    except ValueError as error:
+        raise SourceError(f"{name}: {INDEX_FILE} does not parse: {error}", hint=_MEND) from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{name}: {INDEX_FILE} has no weight_map from tensors to files", hint=_MEND)
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", "..") or "\0" in shard:
+            what = f"{name}: {INDEX_FILE} says that {tensor} is in {shard!r}, which is not a file name"
+            raise SourceError(what, hint=_MEND)
+    metadata = content.get("metadata")
+    return Index(weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None)
 
 
 def _read_weight_map(folder: Path, name: str) -> dict[str, str]:
-    if not (folder / INDEX_FILE).exists():
-        if not (folder / SINGLE_FILE).exists():
-            raise SourceError(
-                f"{name}: neither {INDEX_FILE} nor {SINGLE_FILE} is there",
-                hint="Give the folder of a safetensors checkpoint.",
-            )
-        return {tensor.spec.name: SINGLE_FILE for tensor in read_header(folder / SINGLE_FILE)}
-    try:
-        weight_map = json.loads(_read_text(folder, INDEX_FILE, name))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SourceError(f"{name}: {INDEX_FILE} has no valid weight_map: {error}") from error
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{name}: the weight_map of {INDEX_FILE} is not a mapping of tensors to files")
-    for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", "..") or "\0" in shard:
-            raise SourceError(f"{name}: {INDEX_FILE} says that {tensor} is in {shard!r}, which is not a file name")
-    return dict(weight_map)
+    if index := read_index(folder, name):
+        return index.weight_map
+    if not (folder / SINGLE_FILE).exists():
+        raise SourceError(
+            f"{name}: neither {INDEX_FILE} nor {SINGLE_FILE} is there",
+            hint="Give the folder of a safetensors checkpoint.",
+        )
+    return {tensor.spec.name: SINGLE_FILE for tensor in read_header(folder / SINGLE_FILE)}
 
 
 def _read_text(folder: Path, file: str, name: str) -> str:
@@ -182,4 +215,4 @@ def _read_text(folder: Path, file: str, name: str) -> str:
         hint = "A fold in place was interrupted: run it again, or quantkit fold --undo." if folding else _DOWNLOAD
         raise SourceError(f"{name}: {file} is missing", hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{name}: {file} cannot be read as UTF-8 text: {error}") from error
+        raise SourceError(f"{name}: {file} cannot be read as UTF-8 text: {error}", hint=_MEND) from error

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
+from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, readable
 from quantkit.errors import OutputError
+from quantkit.report import File
 
 MANIFEST_FILE = "quantkit.json"
 WORK_FOLDER = ".quantkit"
@@ -120,7 +121,11 @@ class OutputFolder:
     @staticmethod
     def check(path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         """Raise OutputError if `path` is in use, unless it is quantkit's own and to be overwritten or resumed."""
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        with explained(path):
+            there, used = path.exists(), path.is_dir() and any(path.iterdir())
+        if there and not path.is_dir():
+            raise OutputError(f"{path} is a file, and the output is a folder", hint="Choose another one.")
+        if not used:
             return
         if resume and ((path / WORK_FOLDER).exists() or (path / MANIFEST_FILE).exists()):
             return
@@ -159,16 +164,19 @@ class OutputFolder:
         self.publish(name)
         return hashlib.sha256(data).hexdigest()
 
-    def copy(self, source: Path, name: str) -> str:
-        """Copy a file, through links, byte for byte, and return its sha256."""
-        with explained(self.path / name):
+    def copy(self, source: Path, name: str) -> File:
+        """Copy a file, through links, byte for byte. Raises SourceError for one that cannot be read."""
+        with readable(source):
+            original = source.open("rb")
+        with original, explained(self.path / name):
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             (self.work / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, self.work / name)
-            with (self.work / name).open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            with (self.work / name).open("wb+") as file:
+                shutil.copyfileobj(original, file)
+                file.seek(0)
+                copied = File(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
         self.publish(name)
-        return sha256
+        return copied
 
     def seal(self, manifest_text: str, config_text: str) -> None:
         """Write the manifest and, last, the config; then nothing of the run is left but the checkpoint."""
@@ -190,7 +198,7 @@ class OutputFolder:
 
 def check_apart(source: Path, output: Path) -> None:
     """Raise OutputError if the output is the source, or inside it, or around it, by any path or link."""
-    ours, theirs = output.resolve(), source.resolve()
+    ours, theirs = (Path(os.path.realpath(path)) for path in (output, source))  # which bears with links in a circle
     if source.is_dir() and (ours == theirs or ours in theirs.parents or theirs in ours.parents):
         raise OutputError(f"the output {output} and the source {source} overlap", hint="Choose another output.")
 
@@ -200,7 +208,7 @@ def _check_space(path: Path, needed_bytes: int, old_bytes: int) -> None:
     free = shutil.disk_usage(existing).free + old_bytes
     if free < needed_bytes:
         raise OutputError(
-            f"{path} needs {needed_bytes / 1e9:,.1f} GB and its disk has {free / 1e9:,.1f} GB free",
+            f"{path} needs {needed_bytes:,} bytes, and its disk has {free:,} free",
             hint="Choose an output folder on another disk.",
         )
 
@@ -214,11 +222,34 @@ def sync(path: Path, flags: int = 0) -> None:
         os.close(file)
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, with its folder. Raises OutputError, naming it, if it cannot be.
+
+    What is no file, such as a pipe, is written to as it is.
+    """
+    with explained(path):
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path = Path(os.path.realpath(path))  # a link stays one
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.write_bytes(data)
+            sync(part)
+            os.rename(part, path)
+        except (Exception, KeyboardInterrupt):
+            part.unlink(missing_ok=True)
+            raise
+        sync(path.parent, os.O_DIRECTORY)
+
+
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Raise OutputError, naming `path`, for what goes wrong in writing it."""
     try:
         yield
     except OSError as error:
-        hint = "Free some space and run again." if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "Free some space and run again." if full else "Choose another place, or make this one writable."
         raise OutputError(f"{path}: cannot be written: {error.strerror}", hint=hint) from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.capacity.layouts import IndexCache, KvLayout
 from quantkit.cli import plan_options as option
 from quantkit.cli.options import Json, Revision
-from quantkit.errors import CheckFailed, OutputError, UsageError
+from quantkit.errors import CheckFailed, UsageError
 from quantkit.recipe import Scheme
 
 if TYPE_CHECKING:
@@ -107,16 +107,14 @@ def _phases(
     as_json: bool,
 ) -> None:
     from quantkit import console
+    from quantkit.checkpoint.writer import write_whole
     from quantkit.serving.phases import Target, plan_phases
 
     second = names[1] if len(names) > 1 else None
     with console.progress("hashing") as start:
         planned = plan_phases(names[0], second, Target(*deployments), **asked, progress=start)
     if output is not None:
-        try:
-            output.write_text(planned.deployment.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"{output}: cannot be written: {error.strerror}") from error
+        write_whole(output, planned.deployment.to_json().encode())
     console.show(planned, as_json=as_json)
 
 

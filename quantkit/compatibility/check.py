@@ -4,12 +4,12 @@ from pathlib import Path
 
 from quantkit.checkpoint.engines.rules import Facts, Judgement, Status, judge
 from quantkit.checkpoint.locate import describe_model
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import read_weights
 from quantkit.compatibility.report import Compatibility, RuleResult
 from quantkit.errors import UsageError
-from quantkit.verification.folded import read_scaling
-from quantkit.verification.soundness import is_signed, read_recipe, targets_of, unequal_globals
+from quantkit.verification.soundness import is_signed, targets_of, unequal_globals
 
 
 def check_compatibility(model: str | Path, *, tp: int | None = None, revision: str | None = None) -> Compatibility:
@@ -32,9 +32,9 @@ def _facts(source: Source) -> Facts:
     weights = read_weights(source)
     if source.folder is None:
         return Facts.of(source, weights)
-    recipe, unequal = read_recipe(source.folder), unequal_globals(source, weights)
-    kept = {"signed": is_signed(recipe), "folded": read_scaling(source.folder).fold is not None}
-    return Facts.of(source, weights, **kept, unequal_globals=unequal, targets=targets_of(recipe))
+    made, unequal = read_manifest(source.folder), unequal_globals(source, weights)
+    kept = {"signed": is_signed(made), "folded": made is not None and made.fold is not None}
+    return Facts.of(source, weights, **kept, unequal_globals=unequal, targets=targets_of(made))
 
 
 def _result(judgement: Judgement) -> RuleResult:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.capacity.tables import TextTable
 from quantkit.checkpoint.engines import ENGINES
 from quantkit.checkpoint.engines.rules import Status
+from quantkit.records import TextTable
 from quantkit.report import Report
 
 

@@ -9,14 +9,15 @@ side_files  what else goes along: tokenizer, chat template, custom code
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.locate import describe_model, open_model
+from quantkit.checkpoint.manifest import made_from, read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.weights import Encoding, read_weights
-from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder, check_apart
+from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart
 from quantkit.conversion.journal import Journal
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
@@ -36,7 +37,6 @@ from quantkit.recipe import (
     load_recipe,
 )
 from quantkit.report import File, Group, Manifest
-from quantkit.verification.folded import read_scaling
 from quantkit.version import VERSION
 
 
@@ -107,17 +107,19 @@ def convert(
     if source.folder:
         check_apart(source.folder, path)
     plan = make_plan(source, choose_recipe(source, chosen, options))
-    if resume and (finished := _finished(plan, path)):
+    planned, beside = _planned(plan), side_files(source)
+    if resume and (finished := _finished(planned, plan, path)):
         return finished
     folder, journal = _open_output(plan, path, overwrite, resume)
     report = progress(source.nbytes) if progress else lambda done: None
     run = ShardRun(plan, folder, journal, workers, report)
     entries = (*run.finished(trust_source), *run.remaining())
-    files = {entry.shard: File(entry.nbytes, entry.sha256) for entry in entries} | _add_small_files(plan, folder)
+    files = {entry.shard: File(entry.nbytes, entry.sha256) for entry in entries}
+    files |= _add_small_files(plan, beside, folder)
     hashes = {shard: sha256 for entry in entries for shard, sha256 in entry.sources.items()}
     counts = sum((Counter(entry.counts) for entry in entries), Counter[str]())
-    rounded = tuple(sorted(name for entry in entries for name in entry.rounded))
-    manifest = _manifest(plan, files, hashes, dict(sorted(counts.items())), rounded)
+    rounded = (name for entry in entries for name in entry.rounded)
+    manifest = _completed(planned, files, hashes, counts, rounded)
     folder.seal(manifest.to_json(), plan.config_text)
     return manifest
 
@@ -132,7 +134,7 @@ def preview(
     """What `convert` would write, from a folder's headers, or from the config of an alias or a Hub repository."""
     chosen = _load(recipe)
     source = describe_model(model, revision)
-    return _manifest(make_plan(source, choose_recipe(source, chosen, options)), {}, {}, {})
+    return _planned(make_plan(source, choose_recipe(source, chosen, options)))
 
 
 def choose_recipe(source: Source, recipe: Recipe | None, options: Options) -> Recipe:
@@ -162,23 +164,15 @@ def _load(recipe: str | Path | Recipe | None) -> Recipe | None:
     return load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
 
 
-def _finished(plan: Plan, path: Path) -> Manifest | None:
+def _finished(planned: Manifest, plan: Plan, path: Path) -> Manifest | None:
     """The manifest in `path` if a run of this plan has ended there; OutputError if it was another one."""
-    if (path / WORK_FOLDER).exists() or not (path / MANIFEST_FILE).exists():
+    if (path / WORK_FOLDER).exists() or (found := read_manifest(path)) is None:
         return None
-    try:
-        manifest = Manifest.from_json((path / MANIFEST_FILE).read_text(encoding="utf-8"))
-        expected = _manifest(
-            plan, manifest.files, manifest.source["shards_sha256"], manifest.nvfp4_groups, manifest.rounded_scales
-        )
-        same = (
-            replace(expected, source=manifest.source | {"config_sha256": expected.source["config_sha256"]}) == manifest
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        same = False
-    if not same or not {job.shard for job in plan.jobs} <= manifest.files.keys():
+    expected = _completed(planned, found.files, found.source.shards_sha256, found.nvfp4_groups, found.rounded_scales)
+    known = replace(found.source, config_sha256=expected.source.config_sha256)  # wherever it lies now
+    if replace(expected, source=known) != found or not {job.shard for job in plan.jobs} <= found.files.keys():
         raise OutputError(f"{path} holds another conversion", hint="Choose another folder, or give --overwrite.")
-    return manifest
+    return found
 
 
 def _open_output(plan: Plan, path: Path, overwrite: bool, resume: bool) -> tuple[OutputFolder, Journal]:
@@ -190,11 +184,11 @@ def _open_output(plan: Plan, path: Path, overwrite: bool, resume: bool) -> tuple
     return folder, Journal.begin(folder.work, plan)
 
 
-def _add_small_files(plan: Plan, folder: OutputFolder) -> dict[str, File]:
+def _add_small_files(plan: Plan, beside: Mapping[str, Path], folder: OutputFolder) -> dict[str, File]:
     """All files of the output but shards and manifest; config.json, which comes last, is not written yet."""
     files = {}
-    for name, side_file in side_files(plan.source):
-        files[name] = File(side_file.stat().st_size, folder.copy(side_file, name))
+    for name, side_file in beside.items():
+        files[name] = folder.copy(side_file, name)
     for name, text in plan.texts.items():
         files[name] = _text_file(text)
         if name != CONFIG_FILE:
@@ -207,36 +201,39 @@ def _text_file(text: str) -> File:
     return File(len(data), hashlib.sha256(data).hexdigest())
 
 
-def _manifest(
-    plan: Plan,
-    files: dict[str, File],
-    source_hashes: dict[str, str],
-    nvfp4_groups: dict[str, int],
-    rounded_scales: tuple[str, ...] = (),
-) -> Manifest:
+def _planned(plan: Plan) -> Manifest:
+    """The manifest before any weight is read; scales that were folded into the source's are in the output's, too."""
     source = plan.source
+    made = read_manifest(source.folder)
     return Manifest(
         version=VERSION,
-        source={
-            "name": source.name,
-            "revision": source.revision,
-            "model_type": source.model_type,
-            "num_tensors": len(source.tensors),
-            "total_bytes": source.nbytes,
-            "config_sha256": _text_file(source.config_text).sha256,
-            "shards_sha256": dict(sorted(source_hashes.items())),
-        },
+        source=made_from(source, {}),
         recipe=plan.recipe.as_dict(),
         quantization_config=plan.quantization_config,
         groups=summarize(plan.steps, source.num_hidden_layers),
         num_tensors=plan.num_tensors,
         total_bytes=plan.nbytes,
         file_bytes=plan.file_bytes,
+        warnings=plan.warnings,
+        fold=made.fold if made else None,
+    )
+
+
+def _completed(
+    planned: Manifest,
+    files: Mapping[str, File],
+    source_hashes: Mapping[str, str],
+    nvfp4_groups: Mapping[str, int],
+    rounded_scales: Iterable[str],
+) -> Manifest:
+    rounded = tuple(sorted(rounded_scales))
+    return replace(
+        planned,
+        source=replace(planned.source, shards_sha256=dict(sorted(source_hashes.items()))),
         files=dict(sorted(files.items())),
-        warnings=(*plan.warnings, *_rounding_warnings(rounded_scales)),
-        nvfp4_groups=nvfp4_groups,
-        rounded_scales=rounded_scales,
-        fold=read_scaling(source.folder).fold,  # stays in the weights
+        warnings=(*planned.warnings, *_rounding_warnings(rounded)),
+        nvfp4_groups=dict(sorted(nvfp4_groups.items())),
+        rounded_scales=rounded,
     )
 
 

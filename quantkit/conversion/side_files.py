@@ -3,11 +3,10 @@
 All files of the source's folder are copied but weights in any format, what describes the old ones, and the model card.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from quantkit.checkpoint.config import MODELOPT_FILE
-from quantkit.checkpoint.digest import GATE_FILE
+from quantkit.checkpoint.digest import GATE_FILE, list_files
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.writer import MANIFEST_FILE
 
@@ -17,16 +16,14 @@ _ABOUT_OLD_WEIGHTS = frozenset(
 )
 
 
-def side_files(source: Source) -> Iterator[tuple[str, Path]]:
-    """The files to copy, by the name relative to the folder; links are followed, hidden files and folders left out."""
+def side_files(source: Source) -> dict[str, Path]:
+    """The files to copy, by name; links are followed, hidden files and all folders left out."""
     if source.folder is None:
-        return
-    for path in sorted(source.folder.iterdir()):
-        about_weights = path.name in _ABOUT_OLD_WEIGHTS or path.name.endswith(".index.json")
-        if (
-            path.is_file()
-            and not path.name.startswith(".")
-            and path.suffix not in _WEIGHT_SUFFIXES
-            and not about_weights
-        ):
-            yield path.name, path
+        return {}
+    return {name: path for name, path in list_files(source.folder).items() if not _is_about_weights(name)}
+
+
+def _is_about_weights(name: str) -> bool:
+    path = PurePosixPath(name)
+    elsewhere = len(path.parts) > 1 or name in _ABOUT_OLD_WEIGHTS
+    return elsewhere or path.suffix in _WEIGHT_SUFFIXES or name.endswith(".index.json")

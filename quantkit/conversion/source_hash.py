@@ -5,7 +5,7 @@ import os
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.source import Source, readable
 from quantkit.errors import SourceError
 
 _READ_BYTES = 1 << 20
@@ -47,17 +47,15 @@ class SourceHash:
         return self._sha256.hexdigest()
 
     def _hash(self, end: int | None) -> None:
-        try:
-            with self._path.open("rb", buffering=0) as file:
-                end = os.fstat(file.fileno()).st_size if end is None else end
-                buffer = memoryview(bytearray(_READ_BYTES))
-                begin = self._done
-                while self._done < end:
-                    count = os.preadv(file.fileno(), [buffer[: end - self._done]], self._done)
-                    if count == 0:
-                        raise SourceError(f"{self._path}: ended early; it was changed meanwhile")
-                    self._sha256.update(buffer[:count])
-                    self._done += count
-                os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise SourceError(f"{self._path}: cannot be read: {error.strerror}") from error
+        with readable(self._path), self._path.open("rb", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size if end is None else end
+            buffer = memoryview(bytearray(_READ_BYTES))
+            begin = self._done
+            while self._done < end:
+                count = os.preadv(file.fileno(), [buffer[: end - self._done]], self._done)
+                if count == 0:
+                    what = f"{self._path}: ended early; it was changed meanwhile"
+                    raise SourceError(what, hint="Download it again, and start anew with --overwrite.")
+                self._sha256.update(buffer[:count])
+                self._done += count
+            os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)

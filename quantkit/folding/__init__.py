@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from quantkit.checkpoint.locate import describe_model, open_model
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.spelling import KV_SCALES
 from quantkit.errors import FoldError, UsageError
@@ -26,7 +27,7 @@ from quantkit.folding.copying import Additions, check_output, write_copy
 from quantkit.folding.embedding import embed, embedding_warnings
 from quantkit.folding.in_place import UNDO_FOLDER, fold_in_place, recover
 from quantkit.folding.in_place import undo as undo_in_place
-from quantkit.folding.manifest import check_unfolded, read_made
+from quantkit.folding.manifest import check_unfolded
 from quantkit.folding.patching import write_patch
 from quantkit.folding.plan import FoldPlan, folds_of, make_plan
 from quantkit.folding.proof import compare, run_sample
@@ -72,14 +73,14 @@ def fold(
     source = describe_model(checkpoint, revision) if way is Way.DRY_RUN else open_model(checkpoint, revision)
     config, target = read_config(source), Path(output) if output else None
     if not isinstance(scales, Mapping):
-        named, origin = read_scale_file(Path(scales)), str(scales)
+        named, origin = read_scale_file(Path(scales), source), str(scales)
     else:
         named, origin = dict(scales), "the scales"
     by_layer = scales_of_layers(config, named, origin)
     if target and way is not Way.PATCH:
         check_output(source, target, overwrite=overwrite)
     report = progress(source.nbytes) if progress and way is not Way.DRY_RUN else lambda done: None
-    writing = _Writing(way, target, read_made(source.folder) if source.folder else None, overwrite, workers, report)
+    writing = _Writing(way, target, read_manifest(source.folder), overwrite, workers, report)
     if way is Way.EMBED:
         return _embed(source, config, by_layer, writing)
     return _fold(source, config, by_layer, writing, (recovered,) if recovered else ())

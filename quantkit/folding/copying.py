@@ -1,7 +1,7 @@
 """`-o OUT`: a copy of the checkpoint with patches, or with embedded scales. OUT loads only when all of it is there."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder,
 from quantkit.errors import OutputError
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan
-from quantkit.folding.shards import Hashes, Progress, can_clone, write_shard
+from quantkit.folding.shards import Hashes, Progress, can_clone, file_size, write_shard
 from quantkit.report import File, Manifest
 
 _NOT_OF_COPIES = (CONFIG_FILE, MANIFEST_FILE, GATE_FILE)  # the gate's result is about other bytes
@@ -62,8 +62,9 @@ def write_copy(
     source = plan.source
     assert source.folder is not None
     check_output(source, output, overwrite=overwrite)
+    others = list_files(source.folder)
     cloned = can_clone(source.folder / source.shards[0], output)
-    shard_bytes = 0 if cloned else sum((source.folder / shard).stat().st_size for shard in source.shards)
+    shard_bytes = 0 if cloned else sum(file_size(source.folder / shard) for shard in source.shards)
     needed = shard_bytes + sum(layer.nbytes for layer in plan.layers) + sum(map(len, additions.shards.values()))
     folder = OutputFolder.create(output, needed, overwrite=overwrite)
 
@@ -77,7 +78,7 @@ def write_copy(
     before = {shard: found.before for shard, found in hashes.items()}
     check_sources(source, made, before)
     files = {additions.names.get(shard, shard): File(found.nbytes, found.after) for shard, found in hashes.items()}
-    files |= _others(source, folder, additions)
+    files |= _copy_others(others, source.shards, folder, additions)
     moved = {
         name: replace(tensor, shard=additions.names.get(tensor.shard, tensor.shard))
         for name, tensor in source.tensors.items()
@@ -85,18 +86,19 @@ def write_copy(
     proof = prove(replace(source, folder=output, tensors=moved))
     config_text = additions.texts.get(CONFIG_FILE, source.config_text)
     files[CONFIG_FILE] = _file(config_text.encode())
-    manifest = folded_manifest(plan, made, before, _file(source.config_text.encode()).sha256, files)
+    manifest = folded_manifest(plan, made, before, files)
     folder.seal(_with_additions(manifest, additions, config_text).to_json(), config_text)
     return proof
 
 
-def _others(source: Source, folder: OutputFolder, additions: Additions) -> dict[str, File]:
+def _copy_others(
+    paths: Mapping[str, Path], shards: Sequence[str], folder: OutputFolder, additions: Additions
+) -> dict[str, File]:
     """All files but the source's shards, the config and what is about the bytes before."""
-    assert source.folder is not None
     files = {}
-    for name, path in list_files(source.folder).items():
-        if name not in (*source.shards, *_NOT_OF_COPIES, *additions.texts):
-            files[name] = File(path.stat().st_size, folder.copy(path, name))
+    for name, path in paths.items():
+        if name not in (*shards, *_NOT_OF_COPIES, *additions.texts):
+            files[name] = folder.copy(path, name)
     for name, data in additions.shards.items():
         with folder.shard(name, len(data)) as shard:
             shard.append(memoryview(data))

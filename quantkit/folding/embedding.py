@@ -19,6 +19,7 @@ from quantkit.errors import FoldError
 from quantkit.folding.copying import Additions
 from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.folding import attention_prefix
+from quantkit.records import parse_json
 from quantkit.runtime.scales import LayerScales
 
 _SHARD = "model-kv-scales.safetensors"
@@ -80,7 +81,7 @@ def _modelopt_text(source: Source) -> dict[str, str]:
     if path is None or not path.exists():
         return {}
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         content["quantization"]["kv_cache_quant_algo"] = "FP8"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FoldError(f"{path} cannot be read: {error!r}", hint="Mend it, or take it out.") from error

@@ -18,16 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from quantkit.checkpoint.digest import GATE_FILE, hash_files, list_files
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.powers import Patch
-from quantkit.checkpoint.source import CONFIG_FILE
-from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, explained, sync
-from quantkit.errors import OutputError, QuantkitError, UsageError
+from quantkit.checkpoint.source import CONFIG_FILE, readable
+from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, explained, sync, write_whole
+from quantkit.errors import OutputError, SourceError, UsageError
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan, place
 from quantkit.folding.shards import Hashes, Progress, hash_patched, write_patches
@@ -133,18 +133,18 @@ def fold_in_place(
     with _locked(folder), explained(folder):
         try:
             manifest, journal = _prepare(plan, made, workers, progress)
-        except (QuantkitError, OSError):
+        except (Exception, KeyboardInterrupt):
             _remove(folder / WORK_FOLDER)
             raise
         try:
             _apply(folder, journal)
             proof = prove()
-            _write(folder / WORK_FOLDER / MANIFEST_FILE, manifest.to_json().encode())
+            write_whole(folder / WORK_FOLDER / MANIFEST_FILE, manifest.to_json().encode())
             _move(folder / WORK_FOLDER, folder, MANIFEST_FILE)
-            _finish(folder)
-        except (QuantkitError, OSError):
+        except (Exception, KeyboardInterrupt):  # what can be put back now need not be left to the next run
             _roll_back(folder, journal)
             raise
+        _finish(folder)
     return proof
 
 
@@ -169,13 +169,13 @@ def _prepare(plan: FoldPlan, made: Manifest | None, workers: int, progress: Prog
     files = {shard: File(found.nbytes, found.after) for shard, found in hashes.items()}
     others = {name: path for name, path in list_files(folder).items() if name not in files}
     files |= {name: file for name, file in hash_files(others).items() if name not in (MANIFEST_FILE, GATE_FILE)}
-    manifest = folded_manifest(plan, made, before, files[CONFIG_FILE].sha256, files)
+    manifest = folded_manifest(plan, made, before, files)
     assert plan.digest is not None
     text = (folder / MANIFEST_FILE).read_text(encoding="utf-8") if made else None
     journal = Journal(plan.digest, text, new_sha256.hexdigest(), tuple(spots))
     for name in (_OLD, _NEW):
         sync(work / name)
-    _write(work / _JOURNAL, json.dumps(asdict(journal)).encode())
+    write_whole(work / _JOURNAL, json.dumps(asdict(journal)).encode())
     return manifest, journal
 
 
@@ -204,7 +204,7 @@ def _roll_back(folder: Path, journal: Journal) -> None:
     if journal.manifest is None:
         (folder / MANIFEST_FILE).unlink(missing_ok=True)
     else:
-        _write(work / MANIFEST_FILE, journal.manifest.encode())
+        write_whole(work / MANIFEST_FILE, journal.manifest.encode())
         _move(work, folder, MANIFEST_FILE)
     _put(folder, journal, work / _OLD)
     _move(work, folder, CONFIG_FILE)
@@ -230,7 +230,8 @@ def _patch(spot: Spot, data: bytes) -> Patch:
 
 
 def _read(folder: Path, spot: Spot) -> bytes:
-    with (folder / spot.shard).open("rb", buffering=0) as file:
+    path = folder / spot.shard
+    with readable(path), path.open("rb", buffering=0) as file:
         return os.pread(file.fileno(), spot.nbytes, spot.offset)
 
 
@@ -247,25 +248,16 @@ def _check_own(folder: Path, shards: Sequence[str]) -> None:
 
 def _digest_in(folder: Path) -> str | None:
     try:
-        content: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-        return str((content.get("fold") or {}).get("digest"))
-    except (OSError, ValueError):
+        made = read_manifest(folder)
+    except SourceError:
         return None
+    return made.fold.digest if made and made.fold else None
 
 
 def _move(source: Path, target: Path, name: str) -> None:
     os.rename(source / name, target / name)
     for folder in (source, target):
         sync(folder, os.O_DIRECTORY)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_bytes(data)
-    sync(temporary)
-    os.rename(temporary, path)
-    sync(path.parent, os.O_DIRECTORY)
 
 
 def _remove(work: Path) -> None:

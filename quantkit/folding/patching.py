@@ -12,8 +12,7 @@ from quantkit.checkpoint.pieces import Reader, byte_ranges
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import MANIFEST_FILE, OutputFolder, ShardFile, check_apart
 from quantkit.folding.plan import FoldPlan
-from quantkit.models.folding import as_record
-from quantkit.report import Report
+from quantkit.report import Fold, Report
 from quantkit.version import VERSION
 
 PATCH_FILE = "folded.safetensors"
@@ -38,7 +37,7 @@ class FoldPatch(Report):
 
     version: str
     source: dict[str, Any]
-    fold: dict[str, Any]
+    fold: Fold
     tensors: dict[str, Patched]
 
 
@@ -92,9 +91,8 @@ def _append(plan: FoldPlan, tensor: StoredTensor, file: ShardFile) -> Patched:
 
 
 def _manifest(plan: FoldPlan, patched: dict[str, Patched]) -> FoldPatch:
-    source = plan.source
+    source, fold = plan.source, plan.record(None)
+    assert fold is not None
     config_sha256 = hashlib.sha256(source.config_text.encode()).hexdigest()
     named = {"name": source.name, "revision": source.revision, "model_type": source.model_type}
-    layers = {str(layer): as_record(fold) for layer, fold in plan.folds.items() if not fold.is_one}
-    fold = {"digest": plan.digest, "layers": layers}
     return FoldPatch(VERSION, {**named, "config_sha256": config_sha256}, fold, patched)

@@ -12,7 +12,8 @@ from quantkit.checkpoint.spelling import KV_SCALES
 from quantkit.checkpoint.weights import Encoding, Weight, read_weights
 from quantkit.errors import FoldError
 from quantkit.models.config import MlaConfig, ModelConfig
-from quantkit.models.folding import LayerFold, fold_digest, layer_powers
+from quantkit.models.folding import LayerFold, as_record, fold_digest, layer_powers
+from quantkit.report import Fold, Origin
 from quantkit.runtime.scales import LayerScales
 
 
@@ -70,6 +71,13 @@ class FoldPlan:
     def digest(self) -> str | None:
         """Of what the caches are divided by; None if by nothing."""
         return fold_digest(self.folds)
+
+    def record(self, origin: Origin | None) -> Fold | None:
+        """What a manifest says of the fold of what was published as `origin`; None if nothing is divided."""
+        if self.digest is None:
+            return None
+        layers = {str(layer): as_record(fold) for layer, fold in self.folds.items() if not fold.is_one}
+        return Fold(self.digest, layers, origin)
 
     @property
     def edits(self) -> tuple[Edit, ...]:

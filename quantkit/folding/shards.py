@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.checkpoint.powers import Patch
+from quantkit.checkpoint.source import readable
 from quantkit.checkpoint.writer import OutputFolder, explained
-from quantkit.errors import SourceError
 from quantkit.folding.plan import place
 
 FICLONE = 0x40049409  # linux/fs.h: share a file's blocks until one of the two is written to
@@ -44,11 +44,17 @@ def clone(source: Path, target: int) -> None:
         fcntl.ioctl(target, FICLONE, file.fileno())
 
 
+def file_size(path: Path) -> int:
+    """The bytes of a file. Raises SourceError if it is not there any more."""
+    with readable(path):
+        return path.stat().st_size
+
+
 def write_shard(
     source: Path, name: str, patches: Sequence[Patch], folder: OutputFolder, cloned: bool, progress: Progress
 ) -> Hashes:
     """Put `source` with its patches into `folder` as `name`. Every byte is read; cloned, only patches are written."""
-    size = source.stat().st_size
+    size = file_size(source)
     if not cloned:
         with folder.shard(name, size) as shard:
             hashes = hash_patched(source, patches, progress, shard.append)
@@ -69,7 +75,7 @@ def hash_patched(
     write: Callable[[memoryview], None] = lambda data: None,
 ) -> Hashes:
     """The hashes of the file with and without the patches; `write` is given it piece by piece with them."""
-    before, after = hashlib.sha256(), hashlib.sha256()
+    before, after, nbytes = hashlib.sha256(), hashlib.sha256(), 0
     for begin, piece in _pieces(path):
         before.update(piece)
         for patch in patches:
@@ -77,7 +83,8 @@ def hash_patched(
         after.update(piece)
         write(piece)
         progress(len(piece))
-    return Hashes(path.stat().st_size, before.hexdigest(), after.hexdigest())
+        nbytes += len(piece)
+    return Hashes(nbytes, before.hexdigest(), after.hexdigest())
 
 
 def write_patches(file: int, patches: Sequence[Patch]) -> None:
@@ -92,13 +99,16 @@ def write_patches(file: int, patches: Sequence[Patch]) -> None:
 def _pieces(path: Path) -> Iterator[tuple[int, memoryview]]:
     """The file in pieces, each in the same buffer, and where they begin."""
     buffer, begin = memoryview(bytearray(_PIECE_BYTES)), 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                yield begin, buffer[:count]
-                begin += count
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+    with readable(path):
+        file = path.open("rb", buffering=0)
+    with file:
+        while True:
+            with readable(path):
+                count = file.readinto(buffer)
+            if not count:
+                return
+            yield begin, buffer[:count]
+            begin += count
 
 
 def _lay_over(piece: memoryview, begin: int, patch: Patch) -> None:

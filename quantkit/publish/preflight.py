@@ -9,6 +9,7 @@ from typing import TypeVar
 from quantkit import remote
 from quantkit.card import CARD_FILE, Card, Facts, make_card, parse_card
 from quantkit.checkpoint.digest import GATE_FILE, digest_of, hash_files, list_files
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import CheckFailed, QuantkitError, SourceError, UsageError
@@ -108,14 +109,10 @@ def _paths(folder: Path, gate: Path | None, no_gate: bool) -> dict[str, Path]:
     return paths
 
 
-def _read_manifest(folder: Path) -> Manifest:
-    try:
-        return Manifest.from_json((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        hint = "Only what quantkit has converted is published."
-        raise SourceError(f"{folder} has no {MANIFEST_FILE}", hint=hint) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{folder / MANIFEST_FILE} cannot be read: {error}", hint="Convert again.") from error
+def _manifest_of(folder: Path) -> Manifest:
+    if manifest := read_manifest(folder):
+        return manifest
+    raise SourceError(f"{folder} has no {MANIFEST_FILE}", hint="Only what quantkit has converted is published.")
 
 
 def _check_sizes(paths: Mapping[str, Path]) -> bool:
@@ -149,7 +146,7 @@ def _read_gate(paths: Mapping[str, Path], files: Mapping[str, File] | None) -> A
     path = paths[GATE_FILE]
     try:
         report = AccuracyReport.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckFailed(f"{path} is no result of the accuracy gate: {error}", hint="Run the gate again.") from error
     faults = [] if report.verdict is Verdict.PASS else [f"its verdict is {report.verdict!s}"]
     if files is not None and report.candidate_digest != digest_of(files):
@@ -197,7 +194,7 @@ def _facts(
     gate: AccuracyReport | None,
     against: str | None,
 ) -> Facts:
-    manifest = _read_manifest(folder)
+    manifest = _manifest_of(folder)
     source_repo = _source_repo(manifest, against)
     source_card = _source_card(manifest, source_repo, against)
     branch = None if target.create_pr or (target.revision or "").startswith("refs/pr/") else target.revision
@@ -223,8 +220,8 @@ def _own_card(path: Path) -> Card:
 
 def _source_repo(manifest: Manifest, against: str | None) -> str | None:
     """The Hub id of what was converted: what it was fetched from, else what it was compared with."""
-    name = manifest.source["name"] if manifest.source["revision"] else against
-    if name is None or (Path(name).is_dir() and not manifest.source["revision"]):
+    name = manifest.source.name if manifest.source.revision else against
+    if name is None or (Path(name).is_dir() and not manifest.source.revision):
         return None
     alias = find_alias(name)
     return alias.repo if alias else str(name)
@@ -234,11 +231,11 @@ def _source_card(manifest: Manifest, repo: str | None, against: str | None) -> C
     """The card of what was converted, if it is to be had; a folder must hold the config that was converted."""
     try:
         if repo:
-            path = remote.download_file(repo, CARD_FILE, manifest.source["revision"])
+            path = remote.download_file(repo, CARD_FILE, manifest.source.revision)
             return parse_card(path.read_text(encoding="utf-8"), repo)
-        for folder in map(Path, filter(None, (against, manifest.source["name"]))):
+        for folder in map(Path, filter(None, (against, manifest.source.name))):
             config = (folder / CONFIG_FILE).read_bytes()
-            if hashlib.sha256(config).hexdigest() == manifest.source["config_sha256"]:
+            if hashlib.sha256(config).hexdigest() == manifest.source.config_sha256:
                 return parse_card((folder / CARD_FILE).read_text(encoding="utf-8"), str(folder))
     except (QuantkitError, OSError, UnicodeDecodeError):
         pass  # without it the card says less, of which `_warnings` tells what matters

@@ -152,7 +152,7 @@ def parse_recipe(name: str, text: str) -> Recipe:
             raise RecipeError("engines is not a list of names")
         targets = tuple(_choice(EngineName, "an entry of engines", engine) for engine in engines)
         return Recipe(name, str(data.get("description", "")), rules, tuple(model_types), mtp, dialect, targets)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"recipe {name}: not valid YAML: {error}") from error
     except RecipeError as error:
         hint = error.hint or "The keys are explained in recipes/README.md."

@@ -17,10 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.identity import find_other_model
+from quantkit.checkpoint.source import Source
 from quantkit.errors import CacheError
 from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.rope import spread_pairs
-from quantkit.report import Report
+from quantkit.report import ModelIdentity, Report
 
 Numbers = float | list[float]  # a list gives the channels of a latent, or the rotated pairs
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*(k|v|latent|rope)_scale")
@@ -79,9 +81,13 @@ class KvScales:
 
 @dataclass(frozen=True)
 class KvScaleFile(Report):
-    """What a file of scales holds: by the names that the tensors have in a checkpoint; lists for parts only."""
+    """What a file of scales holds: by the names that the tensors have in a checkpoint; lists for parts only.
+
+    model  whose cache they are for; None in a file that does not say so, which is taken for any
+    """
 
     scales: dict[str, Numbers]
+    model: ModelIdentity | None = None
 
 
 def unscaled(layers: int) -> KvScales:
@@ -95,16 +101,23 @@ def uniform_scales(layers: int, scale: float) -> KvScales:
     return KvScales((LayerScales(float(scale), float(scale)),) * layers, f"{scale:g} for all layers, as asked")
 
 
-def read_scale_file(path: Path) -> dict[str, Numbers]:
-    """The scales in a file that `KvScaleFile` wrote, by tensor name. Raises CacheError if it is none."""
+def read_scale_file(path: Path, source: Source | None = None) -> dict[str, Numbers]:
+    """The scales in a file that `KvScaleFile` wrote, by tensor name.
+
+    source  the checkpoint whose cache they are to be used for
+
+    Raises CacheError if it is none, and if it names another model than the one in `source`.
+    """
     try:
-        scales = KvScaleFile.from_json(path.read_text(encoding="utf-8")).scales
-        return {
-            name: list(map(float, scale)) if isinstance(scale, list | tuple) else float(scale)
-            for name, scale in scales.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CacheError(f"{path}: is no file of KV scales: {error}") from error
+        file = KvScaleFile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CacheError(f"{path}: is no file of KV scales: {error}", hint="quantkit calibrate writes one.") from error
+    if file.model and source and (difference := find_other_model(file.model, source)):
+        raise CacheError(
+            f"{path} holds the KV scales of another model: {difference}",
+            hint="Calibrate this checkpoint. If you know that they fit, take `model` out of the file.",
+        )
+    return file.scales
 
 
 def scales_by_layer(config: ModelConfig, named: Mapping[str, Numbers], source: str) -> KvScales:

@@ -18,16 +18,13 @@ from quantkit.capacity.attention import Attention
 from quantkit.checkpoint.config import KEY, MTP_KEY
 from quantkit.checkpoint.digest import digest_of, hash_files, list_files
 from quantkit.checkpoint.engines import is_linear
-from quantkit.checkpoint.source import CONFIG_FILE, Source
+from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.source import CONFIG_FILE, Source, readable
 from quantkit.checkpoint.weights import Weight, read_weights
-from quantkit.checkpoint.writer import MANIFEST_FILE
-from quantkit.errors import SourceError
 from quantkit.naming import TensorName
 from quantkit.plan import Plan
-from quantkit.report import File
-from quantkit.serving.manifest import Origin
+from quantkit.report import File, Manifest, Origin
 
-_FOLD, _EMBEDDED = "fold", "kv_scales"  # keys of quantkit.json: scales folded into the weights, or added as tensors
 _TOKENIZER = re.compile(
     r"(.*tokeni[sz]|vocab|merges|special_tokens|added_tokens|chat_template|.*\.tiktoken|.*\.model$)"
 )
@@ -83,19 +80,17 @@ def fingerprint(
     Raises SourceError for a file that cannot be read, a damaged quantkit.json and weights that are not understood.
     """
     formats = weight_formats(((weight, weight.label) for weight in read_weights(source)), source.num_hidden_layers)
-    made, known = {}, {}
-    if source.folder:
-        made = _read_made(source.folder)
-        known = {name: File(**entry) for name, entry in made.get("files", {}).items()}
+    made = read_manifest(source.folder)
+    known = made.files if made else {}
     files = _files(source.folder, (known, *also) if trust else (), progress) if source.folder else {}
     origin = _origin(source, made, files) if files else None
     return Fingerprint(
         source.name,
         config_digest(source.config),
-        made.get("recipe"),
+        made.recipe if made else None,
         formats,
         _has_mtp(formats),
-        kv_space_id(source, origin, made.get(_FOLD), made.get(_EMBEDDED)) if origin else None,
+        kv_space_id(source, origin, made) if origin else None,
         files,
         _deciding(known),
         origin,
@@ -124,21 +119,18 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return _sha256(left)
 
 
-def kv_space_id(
-    source: Source, origin: Origin, fold: Mapping[str, Any] | None, embedded: Mapping[str, float] | None
-) -> str:
+def kv_space_id(source: Source, origin: Origin, made: Manifest | None) -> str:
     """The id of what the KV cache of `source` means.
 
-    fold, embedded  what its quantkit.json says of scales folded into the weights, of which the digest counts, and of
-                    scales that were added as tensors
+    made  its manifest, which says what scales were folded into the weights, and what others added as tensors
     """
     cache = Attention.of(source)
     kind = f"gqa {cache.kv_heads} x {cache.head_dim}"
     if cache.latent:
         kind = f"mla {cache.latent} + {cache.rope}" + (f", index {cache.index_dim}" if cache.indexers else "")
     space: dict[str, Any] = {"config": origin.config_sha256, "shards": origin.shards_sha256, "cache": kind}
-    space["fold"] = fold["digest"] if fold else "none"
-    return _sha256({**space, "scales": embedded} if embedded else space)
+    space["fold"] = made.fold.digest if made and made.fold else "none"
+    return _sha256({**space, "scales": made.kv_scales} if made and made.kv_scales else space)
 
 
 def weight_formats(labelled: Iterable[tuple[Weight, str]], num_hidden_layers: int) -> dict[str, str]:
@@ -159,26 +151,11 @@ def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _read_made(folder: Path) -> dict[str, Any]:
-    """The content of quantkit.json; empty without one."""
-    path = folder / MANIFEST_FILE
-    if not path.exists():
-        return {}
-    try:
-        made = json.loads(path.read_text(encoding="utf-8"))
-        Origin(made["source"]["config_sha256"], dict(made["source"]["shards_sha256"]))
-        [File(int(entry["nbytes"]), str(entry["sha256"])) for entry in made["files"].values()]
-        if fold := made.get(_FOLD):
-            str(fold["digest"]), Origin(fold["origin"]["config_sha256"], dict(fold["origin"]["shards_sha256"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SourceError(f"{path}: cannot be read: {error!r}", hint="Convert again.") from error
-    return dict(made)
-
-
 def _files(folder: Path, trusted: Sequence[Mapping[str, File]], progress: Progress | None) -> dict[str, File]:
     """The deciding files of `folder`; those that one of `trusted` has with the same size are not read."""
     paths = list_files(folder)
-    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    with readable(folder):
+        sizes = {name: path.stat().st_size for name, path in paths.items()}
     known = {
         name: files[name]
         for files in reversed(trusted)
@@ -196,12 +173,12 @@ def _deciding(files: Mapping[str, File]) -> dict[str, File]:
     return {name: files[name] for name in sorted(files) if digest_of({name: files[name]}) != nothing}
 
 
-def _origin(source: Source, made: Mapping[str, Any], files: Mapping[str, File]) -> Origin:
+def _origin(source: Source, made: Manifest | None, files: Mapping[str, File]) -> Origin:
     """What quantkit.json says the checkpoint was made from, before scales were folded in, else itself."""
     config, shards = files[CONFIG_FILE].sha256, {shard: files[shard].sha256 for shard in source.shards}
     if made:
-        origin = (made.get(_FOLD) or {}).get("origin") or made["source"]
-        config, shards = origin["config_sha256"], origin["shards_sha256"]
+        origin = (made.fold and made.fold.origin) or made.source.origin
+        config, shards = origin.config_sha256, origin.shards_sha256
     layers, main = source.num_hidden_layers, set()
     for tensor in source.tensors.values():
         if not TensorName.parse(tensor.spec.name).is_mtp(layers):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from quantkit.capacity.report import CapacityReport
-from quantkit.capacity.tables import TextTable
+from quantkit.records import TextTable
 from quantkit.serving.manifest import Candidate, DriftReport, PhasePlan, Pool
 from quantkit.serving.weighing import PHASES, rates
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quantkit.checkpoint.locate import open_model
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.weights import Weight, read_weights
 from quantkit.errors import SourceError
@@ -20,7 +21,7 @@ from quantkit.recipe import Mtp
 from quantkit.report import TensorError, Verification
 from quantkit.verification.fidelity import Compared, Made, compare_weights, pool_by_role
 from quantkit.verification.findings import Findings
-from quantkit.verification.folded import check_scaling, multiplied_by, read_scaling
+from quantkit.verification.folded import KvScaling, check_scaling, multiplied_by
 from quantkit.verification.soundness import (
     check_config,
     check_global_scales,
@@ -29,7 +30,6 @@ from quantkit.verification.soundness import (
     check_values,
     is_signed,
     made_from_fp8,
-    read_recipe,
     targets_of,
 )
 
@@ -59,20 +59,21 @@ def verify(
     source = None if against is None else open_model(against, revision)
     compared: tuple[Compared, ...] = ()
     with ThreadPoolExecutor(workers) as pool:
-        check_manifest(folder, pool, findings)
+        made = check_manifest(folder, pool, findings)
         if opened := _open(folder, findings):
-            weights, recipe = _weights(opened, findings), read_recipe(folder)
+            weights, scaling = _weights(opened, findings), KvScaling.of(made)
             report = progress(opened.nbytes + (source.nbytes if source else 0)) if progress else lambda done: None
             check_index(opened, findings)
-            check_config(opened, weights, targets_of(recipe), findings)
-            check_values(opened, weights, is_signed(recipe), pool, findings, report)
+            check_config(opened, weights, targets_of(made), findings)
+            check_values(opened, weights, is_signed(made), pool, findings, report)
             check_global_scales(opened, weights, findings)
-            scaling = read_scaling(folder)
             check_scaling(opened, weights, scaling, findings)
             if source:
-                powers = multiplied_by(scaling, read_scaling(source.folder), opened, findings)
-                made = Made(recipe.get("mtp") == Mtp.DROP, made_from_fp8(folder), powers, scaling.embedded)
-                compared = compare_weights(opened, weights, source, made, pool, findings, report)
+                theirs = KvScaling.of(read_manifest(source.folder))
+                powers = multiplied_by(scaling, theirs, opened, findings)
+                without_mtp = made is not None and made.recipe.get("mtp") == Mtp.DROP
+                how = Made(without_mtp, made_from_fp8(made), powers, scaling.embedded)
+                compared = compare_weights(opened, weights, source, how, pool, findings, report)
     errors = [error for error in (entry.error() for entry in compared) if error]
     return Verification(
         checkpoint=str(checkpoint),
@@ -90,9 +91,10 @@ def _badness(error: TensorError) -> tuple[float, str]:
 
 
 def _open(folder: Path, findings: Findings) -> Source | None:
-    """The checkpoint, if its headers are sound."""
+    """The checkpoint, if its headers are sound and its config says which of them are of MTP layers."""
     try:
         opened = open_source(folder)
+        opened.num_hidden_layers  # noqa: B018 - which every check asks for
     except SourceError as error:
         findings.problem("headers", str(error))
         return None

@@ -1,10 +1,8 @@
 """Checkpoints with KV scales: folded into weights, which then are the source's times powers of two, or as tensors."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from quantkit.checkpoint.spelling import KV_SCALES, NVFP4
 from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import QuantkitError, SourceError
+from quantkit.report import Fold, Manifest
 from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, Sums
 from quantkit.verification.findings import Findings
 
@@ -33,17 +32,22 @@ _HINT = "Fold again, from the checkpoint that it was made from."
 class KvScaling:
     """What a manifest says of KV scales.
 
-    fold      as it is recorded: digest, and exponents by layer; None without one
+    fold      that is in the weights; None without one
     embedded  the scales that were stored as tensors, by name
     """
 
-    fold: dict[str, Any] | None = None
+    fold: Fold | None = None
     embedded: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, made: Manifest | None) -> "KvScaling":
+        """What a checkpoint's manifest says; nothing without one."""
+        return cls(made.fold, made.kv_scales) if made else cls()
 
     @property
     def digest(self) -> str | None:
         """The fold's."""
-        return str(self.fold["digest"]) if self.fold else None
+        return self.fold.digest if self.fold else None
 
     def powers(self, checkpoint: Source) -> dict[str, Powers]:
         """What the fold multiplied each tensor with, by name. Raises SourceError if the record does not say so."""
@@ -54,25 +58,13 @@ class KvScaling:
 
         config = read_config(checkpoint)
         try:
-            folds = {int(layer): from_record(record) for layer, record in self.fold["layers"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            folds = {int(layer): from_record(record) for layer, record in self.fold.layers.items()}
+        except (ValueError, KeyError, TypeError) as error:
             raise SourceError(f"{MANIFEST_FILE} does not say what was folded: {error!r}", hint=_HINT) from error
         if fold_digest(folds) != self.digest:
             raise SourceError(f"{MANIFEST_FILE}: the fold of its layers has another digest than it says", hint=_HINT)
         by_layer = (layer_powers(config, layer, fold) for layer, fold in folds.items())
         return {name: powers for found in by_layer for name, powers in found.items()}
-
-
-def read_scaling(folder: Path | None) -> KvScaling:
-    """What the manifest in `folder` says of KV scales; nothing without a sound one."""
-    try:
-        if folder is None:
-            return KvScaling()
-        made = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-        fold, embedded = made.get("fold"), dict(made.get("kv_scales") or {})
-        return KvScaling(dict(fold, digest=fold["digest"]) if fold else None, embedded)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return KvScaling()
 
 
 def check_scaling(checkpoint: Source, weights: Iterable[Weight], scaling: KvScaling, findings: Findings) -> None:

@@ -1,9 +1,8 @@
 """The checks that need the checkpoint alone: manifest, index, config, values."""
 
 import hashlib
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,14 @@ from quantkit.checkpoint.engines import is_linear
 from quantkit.checkpoint.engines.rules import Facts, Module, Status, judge
 from quantkit.checkpoint.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.checkpoint.header import StoredTensor
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges, shape_in
-from quantkit.checkpoint.source import INDEX_FILE, SINGLE_FILE, Source, read_header
+from quantkit.checkpoint.source import SINGLE_FILE, Source, read_header, read_index
 from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
-from quantkit.errors import EngineError, QuantkitError
+from quantkit.errors import EngineError, QuantkitError, SourceError
 from quantkit.recipe import EngineName, ScaleMethod
-from quantkit.report import Manifest
+from quantkit.report import File, Manifest
 from quantkit.verification.findings import Findings
 
 # dtype -> the integer to view it as, and the bits that are all set in a NaN or an infinity
@@ -35,61 +35,53 @@ _EXPONENTS: dict[str, tuple[Any, int]] = {
 }
 
 
-def read_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe that the manifest names, as its YAML file would say it; empty without a sound manifest."""
-    try:
-        recipe = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["recipe"]
-        return dict(recipe, rules=[dict(rule) for rule in recipe["rules"]])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}  # what is wrong with the manifest is `check_manifest`'s to say
+def is_signed(made: Manifest | None) -> bool:
+    """Whether the recipe in a manifest lets INT4 scales be negative."""
+    return made is not None and any(rule.get("scale") == ScaleMethod.SIGNED for rule in made.recipe["rules"])
 
 
-def is_signed(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe, as `read_recipe` gives it, lets INT4 scales be negative."""
-    return any(rule.get("scale") == ScaleMethod.SIGNED for rule in recipe.get("rules", ()))
+def targets_of(made: Manifest | None) -> frozenset[str]:
+    """The engines that the recipe in a manifest is for; all without one."""
+    return frozenset(made.recipe.get("engines", EngineName) if made else EngineName)
 
 
-def targets_of(recipe: Mapping[str, Any]) -> frozenset[str]:
-    """The engines that such a recipe is for; all without one."""
-    return frozenset(recipe.get("engines", EngineName))
-
-
-def made_from_fp8(folder: Path) -> bool:
-    """Whether the manifest says that 4-bit weights were made from FP8 ones."""
-    try:
-        groups = Manifest.from_json((folder / MANIFEST_FILE).read_text(encoding="utf-8")).groups
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def made_from_fp8(made: Manifest | None) -> bool:
+    """Whether a manifest says that 4-bit weights were made from FP8 ones."""
+    groups = made.groups if made else ()
     return any(group.format.startswith(("int4", "nvfp4")) and group.source_format.startswith("fp8") for group in groups)
 
 
-def check_manifest(folder: Path, pool: Executor, findings: Findings) -> None:
-    """Every file of quantkit.json is there with its size and sha256, and no weights are there that it does not name."""
+def check_manifest(folder: Path, pool: Executor, findings: Findings) -> Manifest | None:
+    """Every file of quantkit.json is there with its size and sha256, and no weights are there that it does not name.
+
+    Returns the manifest, if there is a sound one.
+    """
     if (folder / WORK_FOLDER).exists():
         findings.problem("manifest", f"{WORK_FOLDER} is there: a conversion was interrupted or is running")
-    if not (folder / MANIFEST_FILE).exists():
-        return findings.skip("manifest", f"no {MANIFEST_FILE}: not made by quantkit")
     try:
-        files = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
-        entries = {name: (int(entry["nbytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return findings.problem("manifest", f"{MANIFEST_FILE} cannot be read: {error}")
-    findings.done("manifest", f"{len(entries)} files, sizes and sha256")
-    for stray in {path.name for path in folder.glob("*.safetensors")} - entries.keys():
+        made = read_manifest(folder)
+    except SourceError as error:
+        findings.problem("manifest", str(error))
+        return None
+    if made is None:
+        findings.skip("manifest", f"no {MANIFEST_FILE}: not made by quantkit")
+        return None
+    findings.done("manifest", f"{len(made.files)} files, sizes and sha256")
+    for stray in {path.name for path in folder.glob("*.safetensors")} - made.files.keys():
         findings.problem("manifest", f"{stray} is in the folder and not in {MANIFEST_FILE}")
-    for problem in pool.map(lambda item: _check_file(folder, item[0], *item[1]), entries.items()):
+    for problem in pool.map(lambda item: _check_file(folder, *item), made.files.items()):
         if problem:
             findings.problem("manifest", problem)
-    return None
+    return made
 
 
-def _check_file(folder: Path, name: str, nbytes: int, sha256: str) -> str | None:
+def _check_file(folder: Path, name: str, said: File) -> str | None:
     try:
         size = (folder / name).stat().st_size
-        if size != nbytes:
-            return f"{name} has {size:,} bytes; {MANIFEST_FILE} says {nbytes:,}"
+        if size != said.nbytes:
+            return f"{name} has {size:,} bytes; {MANIFEST_FILE} says {said.nbytes:,}"
         with (folder / name).open("rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+            same = hashlib.file_digest(file, "sha256").hexdigest() == said.sha256
         return None if same else f"{name} has another sha256 than {MANIFEST_FILE} says"
     except OSError as error:
         return f"{name}: {error.strerror}"
@@ -99,23 +91,30 @@ def check_index(checkpoint: Source, findings: Findings) -> None:
     """The index names every tensor of every shard in the folder once, and its total_size is the sum of their bytes."""
     folder = checkpoint.folder
     assert folder is not None
-    if not (folder / INDEX_FILE).exists():
+    index = read_index(folder, checkpoint.name)
+    if index is None:
         return findings.skip("index", f"a single {SINGLE_FILE}")
-    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    findings.done("index", f"{len(index['weight_map']):,} entries, the union of the shards' headers")
+    findings.done("index", f"{len(index.weight_map):,} entries, the union of the shards' headers")
     seen: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        for tensor in read_header(path):
-            name = tensor.spec.name
+        for name in _names_in(path, findings):
             if name in seen:
                 findings.problem("index", f"{name} is in {seen[name]} and in {path.name}")
-            elif index["weight_map"].get(name) != path.name:
-                findings.problem("index", f"{name} is in {path.name}; the index says {index['weight_map'].get(name)}")
+            elif index.weight_map.get(name) != path.name:
+                findings.problem("index", f"{name} is in {path.name}; the index says {index.weight_map.get(name)}")
             seen[name] = path.name
-    total = (index.get("metadata") or {}).get("total_size")
-    if total != checkpoint.nbytes:
-        findings.problem("index", f"total_size is {total}; the tensors have {checkpoint.nbytes} bytes")
+    if index.total_size != checkpoint.nbytes:
+        findings.problem("index", f"total_size is {index.total_size}; the tensors have {checkpoint.nbytes} bytes")
     return None
+
+
+def _names_in(path: Path, findings: Findings) -> list[str]:
+    """The tensors of a file, which may be one that the index does not name, and anything."""
+    try:
+        return [tensor.spec.name for tensor in read_header(path)]
+    except SourceError as error:
+        findings.problem("index", str(error))
+        return []
 
 
 def check_config(checkpoint: Source, weights: Iterable[Weight], targets: frozenset[str], findings: Findings) -> None:
