@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.calibration import CalibrationReport
 from quantkit.calibration.run import REPORT_FILE, SCALES_FILE
+from quantkit.checkpoint.identity import identify
 from quantkit.checkpoint.source import open_source
 from quantkit.models.config import read_config
-from quantkit.runtime.scales import read_scale_file, scales_by_layer
+from quantkit.runtime.scales import KvScaleFile, read_scale_file, scales_by_layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,6 +76,8 @@ def test_scales_that_the_runtime_takes(run: Runner, hard: Path, data: Path, tmp_
     assert (scales.layers[0].latent, scales.layers[0].rope) == (first.scales["latent"], first.scales["rope"])
     assert (scales.layers[1].key, scales.layers[1].latent) == (1.0, ())
     assert scales.layers[0].key == first.row_scale
+    written = KvScaleFile.from_json((tmp_path / "out" / SCALES_FILE).read_text())
+    assert written.model == identify(open_source(hard))
 
 
 def test_check_writes_nothing(run: Runner, hard: Path, glm_tiny: Path, data: Path, tmp_path: Path) -> None:

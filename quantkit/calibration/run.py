@@ -1,5 +1,6 @@
 """`quantkit calibrate`: from a checkpoint and text to a folder with scales, resumable after any interruption."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -19,17 +20,19 @@ from quantkit.calibration.judging import judge
 from quantkit.calibration.plotting import check_plotting, plot_calibration
 from quantkit.calibration.report import CalibrationReport, LayerCalibration
 from quantkit.calibration.streaming import LayerStream
+from quantkit.checkpoint.identity import identify
 from quantkit.checkpoint.journal import source_binding
 from quantkit.checkpoint.locate import open_model
-from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.source import Source, readable
+from quantkit.checkpoint.writer import WORK_FOLDER, explained, write_whole
 from quantkit.errors import OutputError, UsageError
 from quantkit.models.config import MlaConfig
 from quantkit.models.loading import LayerReader, open_layers
+from quantkit.report import ModelIdentity
 from quantkit.runtime.scales import KvScaleFile, Numbers
 from quantkit.version import VERSION
 
 SCALES_FILE, REPORT_FILE = "kv_scales.json", "calibration.json"
-_WORK = ".quantkit"
 Progress = Callable[[int], Callable[[int], None]]
 
 
@@ -76,6 +79,8 @@ def calibrate(
         check_plotting(plot)
     source = open_model(model, revision)
     assert source.folder
+    if output:
+        _check_outside(source.folder, output)
     reader = open_layers(source, options.dtype, _device(options.device))
     if options.per_channel and not isinstance(reader.config.attention, MlaConfig):
         raise UsageError(f"{source.name}: --per-channel is for models with MLA", hint="Leave --per-channel out.")
@@ -85,15 +90,15 @@ def calibrate(
         layers = _run(reader, data, budget, options, Journal(folder, _binding(source, data, options), resume), progress)
         report = _report(source, reader, data, budget, options, layers, time.monotonic() - started)
         if output:
-            _write(output / SCALES_FILE, scale_file(report).to_json())
-            _write(output / REPORT_FILE, report.to_json())
+            write_whole(output / SCALES_FILE, scale_file(report, identify(source)).to_json().encode())
+            write_whole(output / REPORT_FILE, report.to_json().encode())
     if plot:
         plot_calibration(report, plot)
     return report
 
 
-def scale_file(report: CalibrationReport) -> KvScaleFile:
-    """The scales of a report, by the names that they have in a checkpoint."""
+def scale_file(report: CalibrationReport, model: ModelIdentity | None = None) -> KvScaleFile:
+    """The scales of a report, by the names that they have in a checkpoint, and the model that they are for."""
     scales: dict[str, Numbers] = {}
     for layer in report.layers:
         row = layer.row_scale
@@ -102,7 +107,7 @@ def scale_file(report: CalibrationReport) -> KvScaleFile:
         for part, numbers in layer.scales.items():
             if row is not None:
                 scales[f"{layer.attention}.{part}_scale"] = numbers[0] if len(numbers) == 1 else list(numbers)
-    return KvScaleFile(scales)
+    return KvScaleFile(scales, model)
 
 
 def _run(
@@ -132,6 +137,13 @@ def _run(
     return tuple(done)
 
 
+def _check_outside(source: Path, output: Path) -> None:
+    """Raise OutputError for an output that would become a part of the checkpoint."""
+    ours, theirs = (Path(os.path.realpath(path)) for path in (output, source))
+    if ours == theirs or theirs in ours.parents:
+        raise OutputError(f"{output} lies in the checkpoint {source}", hint="Give -o a folder outside of it.")
+
+
 @contextmanager
 def _work(output: Path | None, resume: bool, overwrite: bool) -> Iterator[Path]:
     """The folder for hidden states and journal, which goes when the run is finished."""
@@ -139,19 +151,17 @@ def _work(output: Path | None, resume: bool, overwrite: bool) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
             yield Path(folder)
         return
-    work = output / _WORK
-    if overwrite:
-        shutil.rmtree(work, ignore_errors=True)
-        for name in (SCALES_FILE, REPORT_FILE):
-            (output / name).unlink(missing_ok=True)
-    if (output / SCALES_FILE).exists():
-        raise OutputError(f"{output} holds scales already", hint="Give another folder, or --overwrite.")
-    if work.exists() and not resume:
-        raise OutputError(f"{output}: a run was interrupted here", hint="Go on with --resume, or use --overwrite.")
-    try:
+    work = output / WORK_FOLDER
+    with explained(output):
+        if overwrite:
+            shutil.rmtree(work, ignore_errors=True)
+            for name in (SCALES_FILE, REPORT_FILE):
+                (output / name).unlink(missing_ok=True)
+        if (output / SCALES_FILE).exists():
+            raise OutputError(f"{output} holds scales already", hint="Give another folder, or --overwrite.")
+        if work.exists() and not resume:
+            raise OutputError(f"{output}: a run was interrupted here", hint="Go on with --resume, or use --overwrite.")
         work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{output}: cannot be written: {error.strerror}") from error
     with ExitStack() as stack:
         yield work
         stack.callback(shutil.rmtree, work)
@@ -160,7 +170,8 @@ def _work(output: Path | None, resume: bool, overwrite: bool) -> Iterator[Path]:
 def _binding(source: Source, data: CalibrationData, options: Options) -> dict[str, Any]:
     """What a run may only go on with: version, checkpoint, data, and options that change a number."""
     assert source.folder
-    files = {shard: (source.folder / shard).stat() for shard in source.shards}
+    with readable(source.folder):
+        files = {shard: (source.folder / shard).stat() for shard in source.shards}
     return {
         "version": VERSION,
         **source_binding(source),
@@ -228,9 +239,3 @@ def _device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"--device {name} is no device", hint="Give cpu or cuda.") from error
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.rename(path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from quantkit.checkpoint.source import Source
 from quantkit.models.cache import Cache, Step
 from quantkit.models.config import ModelConfig
 from quantkit.models.gqa import Gqa
@@ -42,6 +43,7 @@ class Decoder:
     mtp        weights of the layers for multi-token prediction, by name; they are not run
     kv_scales  scales of an FP8 cache that the checkpoint holds, by name; a runtime must use them or refuse
     passed     tensors that were not read: a vision tower's, and static scales of activations, which are not quantized
+    source     the checkpoint that it was loaded from
     """
 
     config: ModelConfig
@@ -54,6 +56,7 @@ class Decoder:
     mtp: Mapping[str, Packed | torch.Tensor]
     kv_scales: Mapping[str, float]
     passed: tuple[str, ...]
+    source: Source
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:

@@ -107,6 +107,7 @@ def _build(shelf: Shelf, config: ModelConfig) -> Decoder:
         mtp=mtp,
         kv_scales=kv_scales,
         passed=_pass(shelf),
+        source=shelf.source,
     )
 
 

@@ -56,5 +56,6 @@ def cache_scales(decoder: Decoder, options: CacheOptions) -> KvScales:
     if options.scale is not None:
         return uniform_scales(layers, options.scale)
     if options.scale_file:
-        return scales_by_layer(decoder.config, read_scale_file(options.scale_file), str(options.scale_file))
+        named = read_scale_file(options.scale_file, decoder.source)
+        return scales_by_layer(decoder.config, named, str(options.scale_file))
     return scales_by_layer(decoder.config, decoder.kv_scales, "the checkpoint")
