@@ -121,7 +121,7 @@ class _Samples:
                 if not text.strip():
                     return []
                 return self._texts().encode_chat(text) if self._chat else self._texts().encode(text)
-        raise SourceError(f"{self._name}: sample {number} is none of its forms", hint=f"Write {_FORMS}.")
+        raise SourceError(f"{self._name}: sample {number} is not {_FORMS}", hint="Each sample is one of these.")
 
     def _texts(self) -> Tokenizer:
         return self._tokenizer or Tokenizer(self._folder)  # the latter says what is missing
