@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
@@ -53,11 +54,12 @@ class Report:
 def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
-    Raises ValueError for a text that does not parse, for a name that occurs twice in an object, for NaN and infinities,
-    which JSON does not have, for halves of surrogate pairs, which no file can hold, and for values nested too deeply.
+    Raises ValueError for a text that does not parse, for a name that occurs twice in an object, for NaN and infinities
+    (1e999, too), for halves of surrogate pairs, which no file can hold, and for values nested too deeply.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        value = json.loads(text, object_pairs_hook=_checked)
+        _check_finite("it", value)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -65,16 +67,22 @@ def parse_json(text: str) -> Any:
         raise ValueError("values are nested too deeply") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
+    for name, value in pairs:
+        _check_finite(name, value)
     if len(content) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return content
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number in JSON")
+def _check_finite(name: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, not a finite number")
+    if isinstance(value, list):
+        for entry in value:
+            _check_finite(name, entry)
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:

@@ -65,7 +65,8 @@ def test_existing_output_is_refused(quantkit: Runner, toy: Path, toy_int4: Path,
     result = quantkit("convert", toy, "-o", output)
 
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {output} exists and is not empty\nhint: ")
+    what = "is a file, and the output is a folder" if there == "file" else "exists and is not empty"
+    assert result.stderr.startswith(f"error: {output} {what}\nhint: ")
     assert tree(tmp_path) == before
 
 
@@ -93,7 +94,8 @@ def test_overwrite_refuses_what_is_not_ours(quantkit: Runner, toy: Path, tmp_pat
     result = quantkit("convert", toy, "-o", output, "--overwrite")
 
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {output} was not written by quantkit")
+    what = "is a file, and the output is a folder" if there == "file" else "was not written by quantkit"
+    assert result.stderr.startswith(f"error: {output} {what}")
     assert tree(tmp_path) == before
 
 
