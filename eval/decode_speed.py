@@ -187,11 +187,13 @@ def _kv_formats(model: Model, specs: _Specs, options: Options, tell: Tell) -> tu
 
 
 def _pool_pages(specs: _Specs, options: Options) -> int:
-    """BF16 pages for all rows but the last, whose bytes as FP8 pages are enough for the last one, too."""
+    """BF16 pages for all rows but the last, of which any one request fits; their bytes as FP8 pages hold all of it."""
     *before, most = options.requests
     turns = options.turns
     enough = max(
-        turns.pages_enough(specs.bf16, before[-1]) if before else 1, -(-turns.pages_enough(specs.fp8, most) // 2)
+        turns.pages_enough(specs.bf16, before[-1]) if before else 1,
+        -(-turns.pages_enough(specs.fp8, most) // 2),
+        specs.bf16.pages_for(turns.most_tokens(most)),
     )
     return max(enough, (enough + turns.pages(specs.bf16, most, at_the_end=False)) // 2)
 

@@ -193,15 +193,20 @@ def test_pool_that_runs_out_is_a_row() -> None:
     assert f"| out of memory ({last.baseline.running} of 8 fit) |" in markdown(report.tables())
 
 
-@pytest.mark.parametrize("requests", [(1,), (2, 3), (1, 8, 16, 32, 64)])
-def test_pool_fits_the_rows(requests: tuple[int, ...]) -> None:
-    """By default FP8 pages are enough for every row, and BF16 pages for all but the last."""
-    options = replace(OPTIONS, requests=requests)
+@pytest.mark.parametrize("rounds", [1, 24])
+@pytest.mark.parametrize("requests", [(1,), (8,), (2, 3), (1, 8, 16, 32, 64)])
+def test_pool_fits_the_rows(requests: tuple[int, ...], rounds: int) -> None:
+    """By default FP8 pages are enough for every row, and BF16 pages for all but the last, and for one of its requests:
+    an engine refuses what can never fit.
+    """
+    turns = replace(TURNS, rounds=rounds)
+    options = replace(OPTIONS, requests=requests, turns=turns)
     specs = decode_speed._specs(Model(), options.page_size)
     pages = decode_speed._pool_pages(specs, options)
 
-    assert 2 * pages >= TURNS.pages_enough(specs.fp8, requests[-1])
-    assert all(pages >= TURNS.pages_enough(specs.bf16, before) for before in requests[:-1])
+    assert 2 * pages >= turns.pages_enough(specs.fp8, requests[-1])
+    assert all(pages >= turns.pages_enough(specs.bf16, before) for before in requests[:-1])
+    assert pages >= specs.bf16.pages_for(turns.most_tokens(requests[-1]))
 
 
 def test_memory_is_whole_bf16_pages() -> None:
