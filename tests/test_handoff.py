@@ -31,6 +31,7 @@ from quantkit.runtime.handoff.terms import Identity, Terms, check_identity, chec
 from quantkit.runtime.handoff.worker import Role
 from quantkit.runtime.page_set import PageSet, export_pages
 from quantkit.runtime.pages import FP8, CacheSpec
+from quantkit.runtime.requests import Completion
 from quantkit.runtime.scales import LayerScales
 
 DSA = DsaConfig(2, 4, 8, True, (True, False))
@@ -347,14 +348,15 @@ def test_tokens_are_told_once() -> None:
     one = begin(7, 8)
     board.produced(one, Event(one.nonce, 9, Finish.LENGTH))
     assert [(event.token, event.finish) for event in board.events] == [(7, None), (8, None), (9, Finish.LENGTH)]
-    assert (one.tokens, one.finish) == ([7, 8, 9], Finish.LENGTH)
+    assert board.done.pop(0) == Completion((7, 8, 9), Finish.LENGTH)
 
     board.jobs[1] = job(1)
     begin(7)
     board.lost(WorkerError("gone"), decode=0)
-    one = begin(6)
-    assert (one.tokens, one.finish, type(one.error)) == ([7], Finish.FAILED, WorkerError)
-    assert "came out differently" in str(one.error)
+    begin(6)
+    done = board.done[1]
+    assert (done.tokens, done.finish, type(done.error)) == ((7,), Finish.FAILED, WorkerError)
+    assert "came out differently" in str(done.error)
 
 
 def test_attempts_are_bounded() -> None:
@@ -366,12 +368,12 @@ def test_attempts_are_bounded() -> None:
         one = board.next_to_compute(0, [0])
         assert one is board.jobs[0]
         board.failed(one, error)
-    assert (one.finish, str(one.error), board.retried) == (Finish.FAILED, "second", 1)
+    assert (board.done[0].finish, str(board.done[0].error), board.retried) == (Finish.FAILED, "second", 1)
 
     other = board.next_to_compute(0, [0])
     assert other is board.jobs[1]
     board.failed(other, RequestError("never"))
-    assert (str(other.error), board.retried, board.open) == ("never", 1, [])
+    assert (str(board.done[1].error), board.retried, board.jobs) == ("never", 1, {})
 
 
 def test_pages_go_to_another_decode_worker() -> None:
@@ -385,14 +387,67 @@ def test_pages_go_to_another_decode_worker() -> None:
     board.exported(one)
 
     assert board.next_to_open([1]) is one
-    assert (one.decode, one.error) == (1, None)
+    assert (one.decode, board.done) == (1, {})
+
+
+def test_older_request_has_its_room_first() -> None:
+    """A prompt whose decode worker was lost is not overtaken by requests that would fit in its stead."""
+    board = Board(attempts=2)
+    board.room = 2
+    board.jobs = {0: job(0, pages=1), 1: job(1, pages=2), 2: job(2, pages=1)}
+    first, second = (board.next_to_compute(prefill, [prefill]) for prefill in (0, 1))
+    assert (first, second) == (board.jobs[0], board.jobs[1])
+    board.lost(WorkerError("gone"), decode=1)
+    assert second is not None
+    board.exported(second)
+
+    assert board.next_to_compute(1, [0]) is None
+    assert first is not None
+    board.failed(first, RequestError("never"))
+    assert board.next_to_compute(1, [0]) is None
+    assert board.next_to_open([0]) is second
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_request_ends_in_any_stage(stage: Stage) -> None:
+    """A request that ends tells so at once and needs no room; while a worker computes or opens it, it keeps its
+    segment, and whatever that worker says is the last of it.
+    """
+    held = stage in (Stage.COMPUTING, Stage.OPENING)
+    for answer in (Board.exported, Board.opened, lambda board, one: board.failed(one, WorkerError("gone"))):
+        board = Board(attempts=3)
+        board.room = 1
+        board.jobs = {0: job(0), 1: job(1)}
+        one = board.jobs[0]
+        if stage is not Stage.QUEUED:
+            assert board.next_to_compute(0, [0]) is one
+        if stage in (Stage.EXPORTED, Stage.OPENING, Stage.DECODING):
+            board.exported(one)
+        if stage in (Stage.OPENING, Stage.DECODING):
+            assert board.next_to_open([0]) is one
+        if stage is Stage.DECODING:
+            board.opened(one)
+            board.produced(one, Event(one.nonce, 7))
+        board.end(one, Finish.ABORTED)
+
+        tokens = (7,) if stage is Stage.DECODING else ()
+        assert board.done == {0: Completion(tokens, Finish.ABORTED)}
+        assert board.events[-1] == Event(0, finish=Finish.ABORTED)
+        assert board.nonces == ({one.nonce} if held else set())
+        if stage is not Stage.OPENING:
+            assert board.next_to_compute(1, [0]) is board.jobs[1]
+        if held:
+            answer(board, one)
+        assert list(board.jobs) == [1]
+        assert len(board.events) == len(tokens) + 1
+        assert board.retried == 0
 
 
 ERRORS: tuple[QuantkitError, ...] = (HandoffError("h"), WorkerError("w"), RequestError("r"))
 
 
 class BoardMachine(RuleBasedStateMachine):
-    """Any order in which workers answer, die, refuse and come back."""
+    """Any order in which workers answer, die, refuse and come back, and requests end."""
 
     attempts, room, workers = 3, 5, (0, 1)
 
@@ -400,16 +455,17 @@ class BoardMachine(RuleBasedStateMachine):
         super().__init__()
         self.board = Board(self.attempts)
         self.board.room = self.room
-        self.ended: dict[int, int] = {}
+        self.submitted = 0
+        self.ended: set[int] = set()
 
     def at(self, *stages: Stage) -> list[Job]:
-        """The requests in some stages."""
-        return [one for one in self.board.open if one.stage in stages]
+        """The requests in some stages, those included that have ended."""
+        return [one for one in self.board.jobs.values() if one.stage in stages]
 
     @rule(pages=st.integers(1, room))
     def submit(self, pages: int) -> None:
-        number = len(self.board.jobs)
-        self.board.jobs[number] = job(number, pages)
+        self.board.jobs[self.submitted] = job(self.submitted, pages)
+        self.submitted += 1
 
     @rule(prefill=st.sampled_from(workers), decodes=st.sets(st.sampled_from(workers)))
     def compute(self, prefill: int, decodes: set[int]) -> None:
@@ -451,30 +507,41 @@ class BoardMachine(RuleBasedStateMachine):
 
     @rule(role=st.sampled_from(Role))
     def lose_all(self, role: Role) -> None:
-        kept = self.at(Stage.EXPORTED, Stage.OPENING, Stage.DECODING) if role is Role.PREFILL else []
-        self.board.end_without(role, WorkerError("gone"))
-        assert self.board.open == kept
+        for one in self.board.needing(role):
+            self.board.end(one, Finish.FAILED, WorkerError("gone"))
+        live = [one for one in self.board.jobs.values() if not one.ended]
+        kept = (Stage.EXPORTED, Stage.OPENING, Stage.DECODING) if role is Role.PREFILL else ()
+        assert all(one.stage in kept for one in live)
+
+    @precondition(lambda self: any(not one.ended for one in self.board.jobs.values()))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = [one for one in self.board.jobs.values() if not one.ended]
+        self.board.end(data.draw(st.sampled_from(live)), Finish.ABORTED)
 
     @invariant()
     def nothing_is_lost(self) -> None:
         board = self.board
         for worker in self.workers:
-            assert sum(one.pages for one in board.open if one.decode == worker) <= self.room
+            assert sum(one.pages for one in board.jobs.values() if one.decode == worker) <= self.room
             assert sum(one.prefill == worker for one in self.at(Stage.COMPUTING)) <= 1
             assert sum(one.decode == worker for one in self.at(Stage.OPENING)) <= 1
-        for one in board.open:
+        for one in board.jobs.values():
             assert one.attempts <= self.attempts
             assert (one.nonce == 0) is (one.stage is Stage.QUEUED)
             assert one.decode is not None or one.stage in (Stage.QUEUED, Stage.COMPUTING, Stage.EXPORTED)
+            assert not one.ended or one.stage in (Stage.COMPUTING, Stage.OPENING)
         for event in board.events:
             assert event.request not in self.ended, "a request tells something after its end"
             if event.finish:
-                self.ended[event.request] = 1
+                self.ended.add(event.request)
         board.events.clear()
-        assert {one.number for one in board.jobs.values() if one.finish} == set(self.ended)
+        assert set(board.done) == self.ended
+        live = {one.number for one in board.jobs.values() if not one.ended}
+        assert live | self.ended == set(range(self.submitted))
 
     def teardown(self) -> None:
-        for _ in range(20 * len(self.board.jobs)):
+        for _ in range(20 * self.submitted):
             for prefill in self.workers:
                 self.compute(prefill, set(self.workers))
             for one in self.at(Stage.COMPUTING):
@@ -486,9 +553,9 @@ class BoardMachine(RuleBasedStateMachine):
                 finish = Finish.LENGTH if one.produced == 2 else None
                 self.board.produced(one, Event(one.nonce, 40 + one.produced, finish))
             self.nothing_is_lost()
-        for one in self.board.jobs.values():
-            assert one.error or one.tokens == [40, 41, 42]
-            assert one.finish
+        assert not self.board.jobs
+        for done in self.board.done.values():
+            assert done.error or done.finish is Finish.ABORTED or done.tokens == (40, 41, 42)
 
 
 BoardMachine.TestCase.settings = settings(

@@ -1,9 +1,15 @@
-"""Prefill and decode workers as processes: killed at every point, damaged hand-offs, two of each, the command."""
+"""Prefill and decode workers as processes: killed at every point, aborts, damage, counts, two of each, the command."""
 
 import os
+import pickle
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,7 +35,12 @@ from quantkit.runtime.handoff import (
     compute_pages,
     convert_pages,
 )
-from quantkit.runtime.handoff.jobs import Job
+from quantkit.runtime.handoff.jobs import Job, Stage
+from quantkit.runtime.handoff.messages import Alive, Compute, Drop, Exported, Open, Opened, Produced, Ready
+from quantkit.runtime.handoff.segment import Ticket, tokens_sha256
+from quantkit.runtime.handoff.shared import make_segment, remove_segment
+from quantkit.runtime.handoff.terms import terms_of
+from quantkit.runtime.handoff.worker import Decode, Prefill
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,16 +57,19 @@ def settings(role: Role, folder: Path, cache: CacheOptions, **changes: Any) -> W
     return replace(WorkerSettings(role, folder, IDENTITY, cache, OPTIONS), **changes)
 
 
+def engine(folder: Path, cache: CacheOptions) -> Engine:
+    """What a worker has."""
+    decoder = load(folder)
+    return Engine(decoder, open_cache(decoder, cache, IDENTITY.kv_space_id), OPTIONS)
+
+
 def in_one_process(
-    prefill: Path, decode: Path, prompts: Sequence[Sequence[int]], count: int, **sampling: Any
+    source: Engine, target: Engine, prompts: Sequence[Sequence[int]], count: int, **sampling: Any
 ) -> list[tuple[int, ...]]:
     """The tokens with the pages handed over, and converted, within this process."""
-    first, second = load(prefill), load(decode)
-    source = Engine(first, open_cache(first, BF16, IDENTITY.kv_space_id), OPTIONS)
-    target = Engine(second, open_cache(second, FP8, IDENTITY.kv_space_id), OPTIONS)
     answers = []
     for prompt in prompts:
-        pages, _ = convert_pages(compute_pages(source, tuple(prompt)), target.pool.spec, second.config)
+        pages, _ = convert_pages(compute_pages(source, tuple(prompt)), target.pool.spec, target._config)
         number = target.submit(prompt, count, Sampling(**sampling), pages=pages if pages.tokens else None)
         target.run()
         answers.append(target.take(number).tokens)
@@ -79,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(folder: Path, one_thread: None) -> list[tuple[int, ...]]:
     """What the workers have to say."""
-    return in_one_process(folder, folder, PROMPTS, COUNT)
+    return in_one_process(engine(folder, BF16), engine(folder, FP8), PROMPTS, COUNT)
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +227,149 @@ def test_handoff_to_the_wrong_request_ends_in_an_error(pair: Coordinator, monkey
     assert f"is request {numbers[0]}'s, and not {numbers[1]}'s" in str(second.error)
 
 
+def test_segment_that_others_remove_is_made_again(
+    pair: Coordinator, answers: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment that is gone, as when a system cleans up after a user, costs an attempt, and neither worker."""
+
+    def remove(job: Job) -> None:
+        if not struck:
+            struck.append(job.number)
+            os.unlink(f"/dev/shm/{pair._segments[job.nonce].name}")
+        exported(job)
+
+    struck: list[int] = []
+    exported = pair._board.exported
+    monkeypatch.setattr(pair._board, "exported", remove)
+    faults, lost = pair.counters.faults["missing"], pair.counters.lost.total()
+
+    assert ask(pair) == answers
+    assert pair.counters.faults["missing"] == faults + 1
+    assert pair.counters.lost.total() == lost
+
+
+# --- what a request leaves behind that is aborted
+
+PAUSES = {Stage.COMPUTING: ("prefill", "chunk"), Stage.OPENING: ("decode", "received")}
+
+
+def submit_and_reach(pair: Coordinator, trap: Trap, stage: Stage) -> int:
+    """A request of as many tokens as the decode pool holds beside another one, in this stage."""
+    if stage in PAUSES:
+        trap.set(*PAUSES[stage], "pause")
+    number = pair.submit(PROMPTS[0], (pair.decode.num_pages - 4) * pair.decode.spec.page_size - len(PROMPTS[0]))
+    pair.submit(PROMPTS[0], COUNT)
+    while pair._board.jobs[number].stage is not stage:
+        pair.step()
+    while stage in PAUSES and trap.file.exists():
+        time.sleep(0.01)  # until the worker pauses
+    return number
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_aborted_request_leaves_nothing_behind(
+    pair: Coordinator, trap: Trap, answers: list[tuple[int, ...]], stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a request is aborted the prefill worker stops between chunks and the decode worker gives the pages back:
+    it ends with what was told, and without a segment; others are answered.
+    """
+    before, lost, steps = segments(), pair.counters.lost.total(), checked(pair, "decode", "steps")
+    number = submit_and_reach(pair, trap, stage)
+    complete, exported = [], pair._board.exported
+
+    def note(job: Job) -> None:
+        complete.append(job.number)
+        exported(job)
+
+    monkeypatch.setattr(pair._board, "exported", note)
+    pair.abort(number)
+    trap.let_go()
+    pair.run()
+
+    done, other = pair.take(number), pair.take(number + 1)
+    assert (done.finish, done.tokens) == (Finish.ABORTED, answers[0][: len(done.tokens)])
+    assert other.tokens == answers[0]
+    assert number not in complete
+    assert segments() == before
+    decode = next(slot for slot in pair.slots if slot.role is Role.DECODE)
+    while decode.connection.poll(0.2):
+        pair._hear(decode)
+    assert checked(pair, "decode", "steps") - steps < 100
+    assert pair.counters.lost.total() == lost
+
+
+def test_worker_that_dies_with_an_aborted_request(
+    pair: Coordinator, trap: Trap, answers: list[tuple[int, ...]]
+) -> None:
+    """The segment of a request that was aborted stays while its worker may write there, and goes when that dies."""
+    before = segments()
+    number = submit_and_reach(pair, trap, Stage.COMPUTING)
+    pair.abort(number)
+    pair.step()
+    assert len(segments() - before) == 1
+    os.kill(slot_pid(pair, "prefill"), signal.SIGKILL)
+    pair.run()
+
+    assert segments() == before
+    assert pair.take(number).finish is Finish.ABORTED
+    assert pair.take(number + 1).tokens == answers[0]
+
+
+# --- what workers count
+
+
+def checked(pair: Coordinator, kind: str, name: str) -> int:
+    """A number of what the workers of a kind have checked so far."""
+    report = pair.report().checked.get(kind)
+    return int(getattr(report, name)) if report else 0
+
+
+def test_checks_of_workers_come_back(pair: Coordinator, folder: Path, answers: list[tuple[int, ...]]) -> None:
+    """Pages and steps that workers checked are counted by kind, as many as in one process; a worker that dies takes
+    none of them with it.
+    """
+    source, target = engine(folder, BF16), engine(folder, FP8)
+    in_one_process(source, target, PROMPTS[:1], COUNT)
+    kept = {"prefill": source, "decode": target}
+    before = {(kind, name): checked(pair, kind, name) for kind in kept for name in ("steps", "pages")}
+    pair.submit(PROMPTS[0], COUNT)
+    pair.run()
+
+    for (kind, name), count in before.items():
+        tracker = kept[kind].tracker
+        assert tracker is not None
+        assert checked(pair, kind, name) - count == getattr(tracker.counters, name) > 0
+        os.kill(slot_pid(pair, kind), signal.SIGKILL)
+    counts = {(kind, name): checked(pair, kind, name) for kind, name in before}
+    assert ask(pair) == answers
+    assert all(checked(pair, *one) > count for one, count in counts.items())
+    for kind in kept:
+        assert f'quantkit_integrity_pages_total{{kind="{kind}"}}' in pair.counters.to_prometheus()
+
+
+@pytest.mark.parametrize(("role", "point"), [("prefill", "chunk"), ("decode", "step")])
+def test_fault_in_a_worker_is_counted_once(
+    pair: Coordinator, trap: Trap, answers: list[tuple[int, ...]], role: str, point: str
+) -> None:
+    """A page that is not sound is one fault of its worker's kind, and none of the hand-off's; a prefill worker computes
+    it again by itself, a decode worker leaves that to a new attempt.
+    """
+    names = ("retries", "retries_refused", "num_faults")
+    before, counts = pair.report(), [checked(pair, role, name) for name in names]
+    trap.set(role, point, "smudge")
+    number = pair.submit(PROMPTS[0], COUNT)
+    pair.run()
+    after = pair.report()
+
+    assert pair.take(number).tokens == answers[0]
+    again = role == "prefill"
+    found = [checked(pair, role, name) - count for name, count in zip(names, counts, strict=True)]
+    assert found == [again, not again, 1]
+    assert after.checked[role].faults["tag_mismatch"] > 0
+    assert (after.num_faults, after.faults) == (before.num_faults + 1, before.faults)
+    assert after.retried - before.retried == (not again)
+
+
 def test_unservable_requests_are_refused(pair: Coordinator) -> None:
     """What neither pool nor model could ever hold is refused at once, with the sizes."""
     with pytest.raises(RequestError, match="a prompt of one token or more"):
@@ -241,6 +398,64 @@ def test_lack_of_shared_memory_is_told(pair: Coordinator, monkeypatch: pytest.Mo
     assert segments() == before
 
 
+# --- workers within this process
+
+
+def worker(kind: type[Prefill | Decode], folder: Path, cache: CacheOptions) -> tuple[Any, Connection, Ready]:
+    """A worker, the coordinator's end of its pipe, and what it would say first."""
+    ours, theirs = Pipe()
+    decoder = load(folder)
+    pool = open_cache(decoder, cache, IDENTITY.kv_space_id)
+    ready = Ready(terms_of(IDENTITY.model, pool.spec), decoder.config, pool.spec, pool.num_pages, False)
+    return kind(settings(Role.PREFILL, folder, cache), decoder, pool, theirs), ours, ready
+
+
+def said(connection: Connection) -> list[Any]:
+    """All that a worker has said."""
+    messages = []
+    while connection.poll():
+        messages.append(connection.recv())
+    return messages
+
+
+def test_prefill_worker_says_what_it_clamped(folder: Path) -> None:
+    """Values that a prefill worker clamps as it writes its own FP8 pages are told once."""
+    prefill, connection, ready = worker(Prefill, folder, replace(FP8, scale=1e-4))
+    segment = make_segment(PROMPTS[0], ready)
+    counts = []
+    try:
+        for nonce in (1, 2):
+            connection.send(Compute(Ticket(0, nonce, len(PROMPTS[0]), tokens_sha256(PROMPTS[0])), segment.name))
+            prefill.advance()
+            counts.append(sum(one.saturated for one in said(connection)))
+    finally:
+        remove_segment(segment)
+
+    assert counts[0] == counts[1] > 0
+
+
+def test_drop_may_cross_an_answer(folder: Path) -> None:
+    """A worker that is told to drop what it does not have goes on."""
+    ticket = Ticket(0, 7, len(PROMPTS[0]), tokens_sha256(PROMPTS[0]))
+    prefill, connection, ready = worker(Prefill, folder, BF16)
+    decode, other, _ = worker(Decode, folder, FP8)
+    segment = make_segment(PROMPTS[0], ready)
+    try:
+        connection.send(Drop(6))
+        prefill.advance()
+        assert said(connection) == []
+        connection.send(Compute(ticket, segment.name))
+        prefill.advance()
+        assert [type(one) for one in said(connection)] == [Alive, Alive, Exported]
+        for order in (Drop(7), Open(ticket, segment.name, COUNT, Sampling(), frozenset()), Drop(6)):
+            other.send(order)
+            decode.advance()
+        decode.advance()
+        assert [type(one) for one in said(other)] == [Opened, Produced]
+    finally:
+        remove_segment(segment)
+
+
 # --- workers that do not come back, or never come up
 
 
@@ -258,10 +473,39 @@ def test_request_without_workers_ends_in_an_error(folder: Path) -> None:
 
         coordinator.run(kill)
         done = [coordinator.take(number) for number in numbers]
+        late = coordinator.submit(PROMPTS[0], COUNT)
+        coordinator.run()
+        assert isinstance(coordinator.take(late).error, WorkerError)
 
     assert [(one.finish, type(one.error)) for one in done] == [(Finish.FAILED, WorkerError)] * len(PROMPTS)
     assert "decode worker 0 was ended by SIGKILL" in str(done[0].error)
     assert sorted(event.request for event in events if event.finish) == numbers
+
+
+KILLED = """
+import os, pickle, signal, sys
+from quantkit.runtime.handoff import Coordinator
+
+coordinator = Coordinator(*pickle.load(sys.stdin.buffer))
+coordinator.submit(range(100), 1)
+coordinator.step()
+print(*(slot.pid for slot in coordinator.slots), *(one.name for one in coordinator._segments.values()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_coordinator_leaves_nothing_behind(folder: Path) -> None:
+    """When the coordinator is killed its workers end, and its segments go."""
+    pair = pickle.dumps((settings(Role.PREFILL, folder, BF16), settings(Role.DECODE, folder, FP8)))
+    done = subprocess.run([sys.executable, "-c", KILLED], input=pair, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    *pids, segment = done.stdout.decode().split()
+    left = [*(f"/proc/{pid}" for pid in pids), f"/dev/shm/{segment}"]
+    deadline = time.monotonic() + 60
+    while (there := [path for path in left if os.path.exists(path)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    assert (len(pids), there) == (2, [])
 
 
 def test_worker_that_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:
@@ -299,7 +543,7 @@ def test_two_of_each_say_what_one_process_says(glm_tiny: Path, glm_tiny_converte
         got = [coordinator.take(number).tokens for number in numbers]
         report = coordinator.report()
 
-    assert got == in_one_process(glm_tiny, int4, prompts, 4, temperature=1.0, seed=3)
+    assert got == in_one_process(engine(glm_tiny, BF16), engine(int4, FP8), prompts, 4, temperature=1.0, seed=3)
     assert (report.handoffs, report.source_pages, report.pages) == (5, 20, 10)
     assert (report.lost, report.faults, report.retried) == ({}, {}, 0)
 
@@ -312,11 +556,13 @@ def test_command(run: Runner, glm_tiny: Path, glm_tiny_converted: dict[str, Path
     assert code == 0
     assert out.strip()
     assert "1 prefill and 1 decode workers: 1 hand-offs, 1 pages of 86,016 bytes became 1, 0 values clamped" in err
+    assert ", 1 pages checked in prefill, 6 pages checked in decode\n" in err
     result = run(*apart, "--decode-workers", "2", "--json", checkpoint=int4)
     report = report_of(result)
     assert GenerationReport.from_json(result[1]).to_json() == result[1]
     assert report["completions"][0]["text"] == out[:-1]
     assert report["kv_scales"] == [{"key": 1.0, "value": 1.0, "latent": [], "rope": []}] * 4
+    assert {kind: one["pages"] for kind, one in report["handoff"]["checked"].items()} == {"prefill": 1, "decode": 6}
     assert (report["handoff"]["prefill"], report["handoff"]["decode"], report["handoff"]["handoffs"]) == (1, 2, 1)
 
     code, _, err = run(PROMPT, "--prefill-from", folder, checkpoint=int4)

@@ -111,8 +111,7 @@ def generate(
     )
     _show(report, as_json, streamed)
     if failed := [one.error for one in report.completions if one.error]:
-        checked = report.integrity or report.handoff
-        kind = CheckFailed if checked and any(checked.faults.values()) else RequestError
+        kind = CheckFailed if report.num_faults else RequestError
         raise kind(f"{len(failed)} of {len(report.completions)} prompts have no answer; the first: {failed[0]}")
 
 
@@ -170,4 +169,8 @@ def _describe(done: "HandoffReport") -> str:
         *(f"{count:,} {kind} workers lost" for kind, count in done.lost.items()),
         *(f"{count:,} faults: {cause}" for cause, count in done.faults.items()),
     ]
+    for kind, found in done.checked.items():
+        parts.append(f"{found.pages:,} pages checked in {kind}")
+        parts += [f"{count:,} faults in {kind}: {cause}" for cause, count in found.faults.items() if count]
+        parts += [f"{found.retries:,} computed again in {kind}"] * bool(found.retries)
     return ", ".join(parts) + (f", {done.retried:,} attempts repeated" if done.retried else "")

@@ -78,7 +78,7 @@ class GenerationReport(Report):
     kv_scales         the scales used, one entry for each layer of an FP8 cache
     saturated, nan    values written to the cache that were beyond E4M3's range, and that were no numbers
     counters          what the engine did; empty where workers have engines of their own
-    integrity         what was checked before pages were read, and found; None if nothing was, or by other processes
+    integrity         what was checked before pages were read, and found; None if nothing was, or by workers
     handoff           what prefill and decode workers did together; None without them
     """
 
@@ -96,6 +96,12 @@ class GenerationReport(Report):
     warnings: tuple[str, ...]
     integrity: IntegrityReport | None = None
     handoff: HandoffReport | None = None
+
+    @property
+    def num_faults(self) -> int:
+        """Faults in pages and hand-offs, those that were mended included."""
+        found = self.handoff or self.integrity
+        return found.num_faults if found else 0
 
 
 class _Server(Protocol):

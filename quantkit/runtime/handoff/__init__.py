@@ -2,6 +2,7 @@
 
 terms        what two workers must agree on
 segment      one hand-off: its bytes, and what is checked of them
+shared       segments made and removed
 conversion   pages of one kind as pages of another
 messages     what is said between processes
 worker       the life of a worker process

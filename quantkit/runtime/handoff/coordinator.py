@@ -10,30 +10,27 @@ a segment goes once the worker that was told of it has answered or is gone. If t
 Python's resource tracker removes them.
 """
 
-import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from quantkit.errors import HandoffError, RequestError, UsageError, WorkerError
+from quantkit.errors import HandoffError, QuantkitError, RequestError, UsageError, WorkerError
 from quantkit.runtime.handoff.counters import HandoffCounters, HandoffReport
-from quantkit.runtime.handoff.jobs import Board, Job, Stage
-from quantkit.runtime.handoff.messages import Compute, Drop, Open, Opened, Produced, Ready, Refused
-from quantkit.runtime.handoff.segment import size_of, write_tokens
+from quantkit.runtime.handoff.jobs import Board, Job
+from quantkit.runtime.handoff.messages import Compute, Drop, Exported, Open, Opened, Produced, Ready, Refused, Said
+from quantkit.runtime.handoff.shared import make_segment, remove_segment
 from quantkit.runtime.handoff.slot import Context, Slot
 from quantkit.runtime.handoff.terms import check_identity, check_peers
 from quantkit.runtime.handoff.worker import Role, WorkerSettings
-from quantkit.runtime.requests import Completion, Event, check_request, most_tokens
+from quantkit.runtime.requests import Completion, Event, Finish, check_request, most_tokens
 from quantkit.runtime.sampling import GREEDY, Sampling
 
-_SHARED = Path("/dev/shm")  # where Linux has shared memory
 _PRELOAD = "quantkit.runtime.handoff.preload"
 
 
@@ -87,6 +84,8 @@ class Coordinator:
         self.counters = HandoffCounters()
         self._board = Board(options.attempts)
         self._segments: dict[int, SharedMemory] = {}
+        self._numbers = count()
+        self._gone = {role: WorkerError(f"all {role} workers have been ended") for role in Role}
         try:
             self._start()
         except BaseException:
@@ -104,22 +103,30 @@ class Coordinator:
     @property
     def busy(self) -> bool:
         """Whether there is something to wait for, or an event to tell."""
-        return bool(self._board.open or self._board.events)
+        return bool(self._board.jobs or self._board.events)
 
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY, stop: Iterable[int] = ()
     ) -> int:
         """Add a request, as `Engine.submit` does; RequestError for one that no worker of a kind could ever serve."""
-        for ready, given, count in ((self.prefill, prompt[:-1] or prompt, 2), (self.decode, prompt, max_new_tokens)):
-            check_request(given, count, ready.config, ready.spec, ready.num_pages)
-        number, pages = len(self._board.jobs), self.decode.spec.pages_for(most_tokens(prompt, max_new_tokens))
+        for ready, given, new in ((self.prefill, prompt[:-1] or prompt, 2), (self.decode, prompt, max_new_tokens)):
+            check_request(given, new, ready.config, ready.spec, ready.num_pages)
+        number, pages = next(self._numbers), self.decode.spec.pages_for(most_tokens(prompt, max_new_tokens))
         self._board.jobs[number] = Job(number, tuple(prompt), max_new_tokens, sampling, frozenset(stop), pages)
         return number
 
+    def abort(self, number: int) -> None:
+        """End a request now, as `Engine.abort` does; a worker that has it is told, and drops it when it can."""
+        if job := self._find_live(number):
+            self._end(job, Finish.ABORTED)
+        elif number not in self._board.done:
+            raise RequestError(f"there is no request {number}")
+
     def step(self) -> tuple[Event, ...]:
         """Give out what can be given, wait until a worker says something or is overdue, and tell what came of it."""
+        self._end_unservable()
         self._dispatch()
-        if self._board.open and not self._board.events:
+        if self._board.jobs and not self._board.events:
             for slot in self._wait():
                 self._hear(slot)
         self._sweep()
@@ -128,14 +135,15 @@ class Coordinator:
         return events
 
     def take(self, number: int) -> Completion:
-        """What came of a finished request."""
-        job = self._board.jobs.get(number)
-        if job is None or job.finish is None:
+        """What came of a finished request, which is forgotten."""
+        if self._find_live(number):
             raise RequestError(f"request {number} is not finished")
-        return Completion(tuple(job.tokens), job.finish, job.error)
+        if number not in self._board.done:
+            raise RequestError(f"there is no request {number}")
+        return self._board.done.pop(number)
 
     def run(self, on_event: Callable[[Event], None] = lambda event: None) -> None:
-        """Step until all requests are finished; `on_event` is told each token when it comes."""
+        """Step until all requests are finished, and no worker has one; `on_event` is told each token when it comes."""
         while self.busy:
             for event in self.step():
                 on_event(event)
@@ -150,7 +158,7 @@ class Coordinator:
             if slot.running:
                 slot.kill()
         while self._segments:
-            _remove(self._segments.popitem()[1])
+            remove_segment(self._segments.popitem()[1])
 
     def _start(self) -> None:
         """Start all workers, and wait until they are ready and known to go together."""
@@ -172,6 +180,24 @@ class Coordinator:
     def _ready(self, role: Role) -> list[Slot]:
         return [slot for slot in self.slots if slot.role is role and slot.running and slot.ready]
 
+    def _find_live(self, number: int) -> Job | None:
+        job = self._board.jobs.get(number)
+        return None if job is None or job.ended else job
+
+    def _end(self, job: Job, finish: Finish, error: QuantkitError | None = None) -> None:
+        """End a request, and tell the worker that has it."""
+        for slot in self.slots:
+            if job in self._board.owed(**slot.key):
+                slot.send(Drop(job.nonce))
+        self._board.end(job, finish, error)
+
+    def _end_unservable(self) -> None:
+        """End the requests that need workers of a kind of which there are none any more."""
+        for role in Role:
+            if not any(slot.running for slot in self.slots if slot.role is role):
+                for job in self._board.needing(role):
+                    self._end(job, Finish.FAILED, self._gone[role])
+
     def _dispatch(self) -> None:
         """Give queued requests to idle prefill workers, and complete segments to decode workers."""
         decodes = {slot.index: slot for slot in self._ready(Role.DECODE)}
@@ -179,13 +205,12 @@ class Coordinator:
             if self._board.owed(**slot.key) or not (job := self._board.next_to_compute(slot.index, decodes)):
                 continue
             try:
-                self._segments[job.nonce] = self._make_segment(job)
-            except OSError as error:
-                if self._segments:
-                    self._board.put_back(job)  # until there is more room
-                else:
-                    self._board.fail(job, _no_memory(error))
-                return
+                self._segments[job.nonce] = make_segment(job.prompt, self.prefill)
+            except HandoffError as error:
+                self._board.put_back(job)
+                if not self._segments:  # else it waits for their room
+                    self._board.end(job, Finish.FAILED, error)
+                break
             slot.send(Compute(job.ticket, self._segments[job.nonce].name))
         while job := self._board.next_to_open(decodes):
             assert job.decode is not None
@@ -212,60 +237,33 @@ class Coordinator:
         lost = error if isinstance(error, WorkerError) else WorkerError(str(error), hint=error.hint)
         self.counters.lost[slot.role] += 1
         self._board.lost(lost, **slot.key)
-        if slot.starts:
-            self.counters.restarted += 1
-            slot.start(self._options.start_timeout)
-        elif not any(other.running for other in self.slots if other.role is slot.role):
-            self._board.end_without(slot.role, lost)
+        self._gone[slot.role] = lost
+        while slot.starts and not slot.running:
+            try:
+                slot.start(self._options.start_timeout)
+                self.counters.restarted += 1
+            except WorkerError as none:
+                self._gone[slot.role] = none
 
-    def _heed(self, slot: Slot, message: Any) -> None:
+    def _heed(self, slot: Slot, message: Said) -> None:
+        self.counters.add(slot.role, message)
         if isinstance(message, Produced):
-            self.counters.add(message)
             for event in message.events:
-                self.counters.note_fault(event.error)
                 if job := self._board.find(event.request):
                     self._board.produced(job, event)
-                    if job.stage is Stage.ENDED and not event.finish:
+                    if job.ended and not event.finish:
                         slot.send(Drop(event.request))
-            return
-        job = self._board.find(message.nonce)
-        assert job is not None, "an attempt whose worker is there is over only when that worker says so"
-        if isinstance(message, Refused):
-            self.counters.note_fault(message.error)
-            self._board.failed(job, message.error)
-        elif isinstance(message, Opened):
-            self.counters.add(message)
-            self._board.opened(job)
-        else:
-            self._board.exported(job)
-
-    def _make_segment(self, job: Job) -> SharedMemory:
-        """A segment for a request's hand-off, with the memory behind it. Raises OSError if there is not enough."""
-        terms, spec = self.prefill.terms, self.prefill.spec
-        name = f"quantkit-{os.getpid()}-{secrets.token_hex(4)}"  # says whose it is; macOS has room for 31 letters
-        segment = SharedMemory(name, create=True, size=size_of(terms, spec, len(job.prompt)))
-        try:
-            if _SHARED.is_dir():  # else a worker that writes beyond what there is gets SIGBUS
-                with (_SHARED / segment.name).open("r+b") as file:
-                    os.posix_fallocate(file.fileno(), 0, segment.size)
-            assert segment.buf is not None
-            write_tokens(segment.buf, terms, spec, job.prompt)
-        except BaseException:
-            _remove(segment)
-            raise
-        return segment
+        elif isinstance(message, Exported | Opened | Refused):
+            job = self._board.find(message.nonce)
+            assert job is not None, "an attempt whose worker is there is over only when that worker says so"
+            if isinstance(message, Exported):
+                self._board.exported(job)
+            elif isinstance(message, Opened):
+                self._board.opened(job)
+            else:
+                self._board.failed(job, message.error)
 
     def _sweep(self) -> None:
         """Remove the segments that no worker has to do with any more."""
         for nonce in self._segments.keys() - self._board.nonces:
-            _remove(self._segments.pop(nonce))
-
-
-def _remove(segment: SharedMemory) -> None:
-    segment.close()
-    segment.unlink()
-
-
-def _no_memory(error: OSError) -> HandoffError:
-    hint = "A prompt's pages must fit into shared memory: in a container, give it more with --shm-size."
-    return HandoffError(f"no shared memory for a prompt's pages: {error.strerror}", cause="memory", hint=hint)
+            remove_segment(self._segments.pop(nonce))

@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quantkit.errors import HandoffError, IntegrityError, QuantkitError
+from quantkit.errors import HandoffError
 from quantkit.report import Report
-from quantkit.runtime.handoff.messages import Opened, Produced
+from quantkit.runtime.handoff.messages import Opened, Refused, Said
+from quantkit.runtime.integrity.counters import IntegrityReport, metrics
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class HandoffReport(Report):
     prefill, decode    workers of each kind
     handoffs           that were opened: `source_pages` of the prefill workers, `nbytes` in all, became `pages`
     saturated, nan     values that were clamped when FP8 pages were written, and that are no numbers
-    faults             in hand-offs and pages, by cause
+    faults             in hand-offs, by cause
+    checked            what the engines of each kind checked of their own pages, and found; empty where nothing is
     lost               workers that died or hung, by kind
     restarted          of them, those in whose place another one was started
     retried            attempts that came to nothing and were made again
@@ -35,9 +37,15 @@ class HandoffReport(Report):
     saturated: int
     nan: int
     faults: dict[str, int]
+    checked: dict[str, IntegrityReport]
     lost: dict[str, int]
     restarted: int
     retried: int
+
+    @property
+    def num_faults(self) -> int:
+        """All that were found, in hand-offs and in pages."""
+        return sum(self.faults.values()) + sum(one.num_faults for one in self.checked.values())
 
 
 class HandoffCounters(Collector):
@@ -47,12 +55,16 @@ class HandoffCounters(Collector):
         self.handoffs = self.source_pages = self.pages = self.nbytes = 0
         self.saturated = self.nan = self.restarted = self.retried = 0
         self.faults: Counter[str] = Counter()
+        self.checked: dict[str, IntegrityReport] = {}
         self.lost: Counter[str] = Counter()
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def add(self, message: Opened | Produced) -> None:
-        """What a decode worker did."""
+    def add(self, kind: str, message: Said) -> None:
+        """What a worker of a kind did and found."""
+        if message.checked:
+            before = self.checked.get(kind)
+            self.checked[kind] = before + message.checked if before else message.checked
         self.saturated += message.saturated
         self.nan += message.nan
         if isinstance(message, Opened):
@@ -60,16 +72,13 @@ class HandoffCounters(Collector):
             self.source_pages += message.source_pages
             self.pages += message.pages
             self.nbytes += message.nbytes
-
-    def note_fault(self, error: QuantkitError | None) -> None:
-        """Why an attempt failed, if it was a fault."""
-        if isinstance(error, HandoffError | IntegrityError):
-            self.faults[error.cause] += 1
+        if isinstance(message, Refused) and isinstance(message.error, HandoffError):
+            self.faults[message.error.cause] += 1  # an IntegrityError is among those that were `checked`
 
     def collect(self) -> Iterator[Metric]:
         """The counters in Prometheus' terms."""
         for name, label, counts, text in (
-            ("faults", "cause", self.faults, "Faults in hand-offs and pages."),
+            ("faults", "cause", self.faults, "Faults in hand-offs."),
             ("workers_lost", "kind", self.lost, "Workers that died or hung."),
         ):
             family = CounterMetricFamily(f"quantkit_handoff_{name}", text, labels=[label])
@@ -81,9 +90,12 @@ class HandoffCounters(Collector):
             ("pages", self.pages, "Pages of decode workers that came from hand-offs."),
             ("bytes", self.nbytes, "Bytes of pages that prefill workers handed over."),
             ("saturated", self.saturated, "Values that were clamped when FP8 pages were written."),
+            ("nan", self.nan, "Values written to the cache that are no numbers."),
+            ("restarted", self.restarted, "Workers that were started in the place of lost ones."),
             ("retried", self.retried, "Attempts that came to nothing and were made again."),
         ):
             yield CounterMetricFamily(f"quantkit_handoff_{name}", text, value=number)
+        yield from metrics({(kind,): report for kind, report in self.checked.items()}, ("kind",))
 
     def to_prometheus(self) -> str:
         """Prometheus' text format."""
@@ -92,4 +104,5 @@ class HandoffCounters(Collector):
     def report(self, prefill: int, decode: int) -> HandoffReport:
         """The counters as they are now, of so many workers of each kind."""
         kept = {field.name: getattr(self, field.name) for field in fields(HandoffReport)[2:]}
-        return HandoffReport(prefill, decode, **kept | {"faults": dict(self.faults), "lost": dict(self.lost)})
+        copied = {"faults": dict(self.faults), "checked": dict(self.checked), "lost": dict(self.lost)}
+        return HandoffReport(prefill, decode, **kept | copied)

@@ -2,18 +2,19 @@
 
     coordinator -> prefill   Compute                 answered by Exported or Refused
     coordinator -> decode    Open                    answered by Opened or Refused; Opened is followed by Produced
-    coordinator -> decode    Drop
+    coordinator -> worker    Drop                    may cross the answer
     worker -> coordinator    Ready or Failed once; Alive while a prompt is computed
 
 A nonce says which attempt at which request is meant.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quantkit.errors import QuantkitError
 from quantkit.models.config import ModelConfig
 from quantkit.runtime.handoff.segment import Ticket
 from quantkit.runtime.handoff.terms import Terms
+from quantkit.runtime.integrity.counters import IntegrityReport
 from quantkit.runtime.pages import CacheSpec
 from quantkit.runtime.requests import Event
 from quantkit.runtime.sampling import Sampling
@@ -40,7 +41,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Drop:
-    """Forget an attempt that was opened."""
+    """Forget an attempt; one that is computed or opened is answered as ever."""
 
     nonce: int
 
@@ -64,31 +65,42 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Alive:
+class Said:
+    """What a worker says at work, and what its engine did since it last said something.
+
+    checked         of its pages; None if nothing is
+    saturated, nan  values that were clamped when FP8 pages were written, and that are no numbers
+    """
+
+    checked: IntegrityReport | None = field(default=None, kw_only=True)
+    saturated: int = field(default=0, kw_only=True)
+    nan: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Alive(Said):
     """A worker got on with its work."""
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Said):
     """The segment is complete."""
 
     nonce: int
 
 
 @dataclass(frozen=True)
-class Opened:
-    """The segment is not needed any more: `nbytes` in `source_pages` became `pages`, with so many values clamped."""
+class Opened(Said):
+    """The segment is not needed any more: `nbytes` in `source_pages` became `pages`."""
 
     nonce: int
     source_pages: int
     pages: int
     nbytes: int
-    saturated: int
-    nan: int
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Said):
     """An attempt has failed."""
 
     nonce: int
@@ -96,9 +108,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Produced:
-    """What a step did, the nonces in the place of requests, with so many values clamped and NaN values."""
+class Produced(Said):
+    """What a step did, the nonces in the place of requests."""
 
     events: tuple[Event, ...]
-    saturated: int
-    nan: int

@@ -8,7 +8,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 from quantkit.errors import QuantkitError, WorkerError
-from quantkit.runtime.handoff.messages import Alive, Failed, Ready
+from quantkit.runtime.handoff.messages import Failed, Ready
 from quantkit.runtime.handoff.worker import WorkerSettings, serve
 
 _LEAVING = 2.0  # seconds that a process takes to end once it has closed its pipe
@@ -56,12 +56,16 @@ class Slot:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def start(self, timeout: float) -> None:
-        """Start a process, which has `timeout` seconds to be ready."""
+        """Start a process, which has `timeout` seconds to be ready. Raises WorkerError if the system has none left."""
         self.starts -= 1
-        self.connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=serve, args=(self._settings, theirs), name=self.name, daemon=True)
-        self._process.start()
-        theirs.close()
+        try:
+            self.connection, theirs = self._context.Pipe()
+            with theirs:
+                args = self._settings, theirs
+                self._process = self._context.Process(target=serve, args=args, name=self.name, daemon=True)
+                self._process.start()
+        except (OSError, EOFError) as error:
+            raise WorkerError(f"{self.name} cannot be started: {error}") from error
         self.running, self.ready, self._failure, self.deadline = True, None, None, time.monotonic() + timeout
 
     def expect(self, owes: bool, timeout: float) -> None:
@@ -85,7 +89,8 @@ class Slot:
                     self.ready = message
                 elif isinstance(message, Failed):
                     self._failure = message.error
-                elif not isinstance(message, Alive):
+                    return messages, self._end()
+                else:
                     messages.append(message)
         except (EOFError, OSError):
             return messages, self._end()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.errors import HandoffError, QuantkitError, WorkerError
+from quantkit.errors import HandoffError, QuantkitError, RequestError, WorkerError
 from quantkit.models.decoder import Decoder
 from quantkit.models.loading import load
 from quantkit.runtime.allocator import NOTHING
@@ -36,6 +36,7 @@ from quantkit.runtime.handoff.messages import (
     Produced,
     Ready,
     Refused,
+    Said,
 )
 from quantkit.runtime.handoff.segment import Hook, digests_of, read_pages, read_tokens, write_pages
 from quantkit.runtime.handoff.terms import Identity, terms_of
@@ -107,45 +108,62 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-class Prefill:
-    """Computes prompts, one at a time."""
+class _Worker:
+    """What both kinds have: an engine, and a pipe to the coordinator."""
 
     def __init__(self, settings: WorkerSettings, decoder: Decoder, pool: PagePool, connection: Connection) -> None:
-        self._terms, self._spec = terms_of(settings.identity.model, pool.spec), pool.spec
+        self._terms, self._pool = terms_of(settings.identity.model, pool.spec), pool
         self._engine = Engine(decoder, pool, settings.engine)
         self._connection, self._hook = connection, settings.hook
 
+    def _say(self, message: Said) -> None:
+        """Tell the coordinator, with what was counted since the last time."""
+        tracker = self._engine.tracker
+        checked = tracker.counters.drain(tracker.level) if tracker else None
+        saturated, nan, _ = self._pool.counts.tolist()
+        self._pool.counts.zero_()
+        self._connection.send(replace(message, checked=checked, saturated=saturated, nan=nan))
+
+
+class Prefill(_Worker):
+    """Computes prompts, one at a time."""
+
     def advance(self) -> None:
         """Wait for a prompt and compute it."""
-        order: Compute = self._connection.recv()
+        order: Compute | Drop = self._connection.recv()
+        if isinstance(order, Drop):
+            return  # it crossed the answer
         self._hook("received")
         try:
             with _attached(order.segment) as buffer:
-                tokens = read_tokens(buffer, self._terms, self._spec, order.ticket)
+                tokens = read_tokens(buffer, self._terms, self._pool.spec, order.ticket)
                 pages = compute_pages(self._engine, tokens, self._tell)
                 self._hook("computed")
                 write_pages(buffer, self._terms, order.ticket, pages, self._hook)
                 self._hook("complete")
         except QuantkitError as error:
-            self._connection.send(Refused(order.ticket.nonce, error))
+            self._say(Refused(order.ticket.nonce, error))
             return
-        self._connection.send(Exported(order.ticket.nonce))
+        self._say(Exported(order.ticket.nonce))
         self._hook("told")
 
     def _tell(self) -> None:
-        self._connection.send(Alive())
+        self._say(Alive())
         self._hook("chunk")
+        if self._connection.poll():  # before the answer, nothing but this attempt's `Drop` can come
+            self._connection.recv()
+            raise RequestError("the request was aborted")
 
 
-class Decode:
+class Decode(_Worker):
     """Goes on from the pages of prefill workers, many requests at a time."""
 
     def __init__(self, settings: WorkerSettings, decoder: Decoder, pool: PagePool, connection: Connection) -> None:
-        self._terms, self._config, self._pool = terms_of(settings.identity.model, pool.spec), decoder.config, pool
-        self._engine = Engine(decoder, pool, replace(settings.engine, share_prefixes=False))
+        alone = replace(settings, engine=replace(settings.engine, share_prefixes=False))
+        super().__init__(alone, decoder, pool, connection)
         if self._engine.tracker:
             self._engine.tracker.budget = RetryBudget(each=0)  # its own weights would not make the same pages again
-        self._connection, self._hook = connection, settings.hook
+        self._config = decoder.config
         self._nonces: dict[int, int] = {}
 
     def advance(self) -> None:
@@ -162,9 +180,9 @@ class Decode:
         try:
             opened = self._open(order)
         except QuantkitError as error:
-            self._connection.send(Refused(order.ticket.nonce, error))
+            self._say(Refused(order.ticket.nonce, error))
             return
-        self._connection.send(opened)
+        self._say(opened)
         self._hook("acknowledged")
 
     def _open(self, order: Open) -> Opened:
@@ -172,6 +190,7 @@ class Decode:
             pages, tokens = read_pages(buffer, order.ticket, self._terms, self._pool.spec)
         self._hook("checked")
         converted, counts = convert_pages(pages, self._pool.spec, self._config)
+        self._pool.counts += counts
         self._hook("converted")
         if self._engine.tracker and self._engine.tracker.contents:
             converted.digests = _in_transit(converted)
@@ -179,10 +198,9 @@ class Decode:
         number = self._engine.submit(tokens, order.max_new_tokens, order.sampling, order.stop, given)
         self._nonces[number] = order.ticket.nonce
         self._hook("opened")
-        saturated, nan, _ = counts.tolist()
         count = len(pages.tokens)
         sizes = pages.spec.pages_for(count), converted.spec.pages_for(count)
-        return Opened(order.ticket.nonce, *sizes, sizes[0] * pages.spec.page_bytes, saturated, nan)
+        return Opened(order.ticket.nonce, *sizes, sizes[0] * pages.spec.page_bytes)
 
     def _step(self) -> None:
         self._hook("step")
@@ -194,9 +212,7 @@ class Decode:
                 self._engine.take(event.request)
                 del self._nonces[event.request]
         self._hook("stepped")
-        saturated, nan, _ = self._pool.counts.tolist()
-        self._pool.counts.zero_()
-        self._connection.send(Produced(told, saturated, nan))
+        self._say(Produced(told))
         self._hook("sent")
 
 
@@ -232,8 +248,11 @@ def _in_transit(pages: PageSet) -> tuple[int, ...]:
 
 @contextmanager
 def _attached(name: str) -> Iterator[memoryview]:
-    """The bytes of a segment of the coordinator, which alone removes it."""
-    segment = SharedMemory(name)
+    """The bytes of a segment of the coordinator, which alone removes it. Raises HandoffError if it is not there."""
+    try:
+        segment = SharedMemory(name)
+    except OSError as error:
+        raise HandoffError(f"the hand-off's shared memory is gone: {error.strerror}", cause="missing") from error
     assert segment.buf is not None
     try:
         yield segment.buf
