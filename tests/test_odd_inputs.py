@@ -60,7 +60,11 @@ def test_a_name_that_is_no_utf8_is_refused_first(make_toy: ToyMaker, tmp_path: P
     ("file", "change", "told"),
     [
         ("config.json", lambda text: text.replace("{", '{"vocab_size": 1,', 1), "'vocab_size' occurs twice"),
-        ("config.json", lambda text: text.replace('"hidden_size": 256', '"hidden_size": NaN'), "hidden_size is nan, not a finite number"),
+        (
+            "config.json",
+            lambda text: text.replace('"hidden_size": 256', '"hidden_size": NaN'),
+            "hidden_size is nan, not a finite number",
+        ),
         (INDEX_FILE, lambda text: text.replace("model-00001", "\\\\ud800-1", 1), "surrogates not allowed"),
         (INDEX_FILE, lambda text: "[1]", "has no weight_map"),
     ],
