@@ -109,9 +109,11 @@ def test_a_contradiction_is_a_known_error(arguments: tuple[str, ...], words: str
     assert words in str(result.exception)
 
 
-def test_a_manifest_that_cannot_be_written_is_an_error(glm_tiny: Path) -> None:
+def test_a_manifest_that_cannot_be_written_is_an_error(glm_tiny: Path, tmp_path: Path) -> None:
     """The message names the file."""
-    result = CliRunner().invoke(app, ["plan", str(glm_tiny), "--phases", "-o", "nowhere/deployment.json"])
+    (tmp_path / "taken").touch()
+    output = tmp_path / "taken" / "deployment.json"
+    result = CliRunner().invoke(app, ["plan", str(glm_tiny), "--phases", "-o", str(output)])
 
     assert isinstance(result.exception, OutputError)
-    assert "nowhere/deployment.json: cannot be written" in str(result.exception)
+    assert f"{output}: cannot be written" in str(result.exception)
