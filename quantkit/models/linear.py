@@ -42,7 +42,7 @@ def expert_linear(x: torch.Tensor, weight: Packed, ids: torch.Tensor) -> torch.T
 
 
 def _multiply(x: torch.Tensor, weight: Packed, ids: torch.Tensor | None) -> torch.Tensor:
-    if (x.dtype == torch.bfloat16 or weight.encoding is Encoding.PLAIN) and weight.compiled is not None:
+    if ops.meets_loops(x, weight.codes) and weight.compiled is not None:
         return ops.compiled(x, weight.compiled, ids)
     codes, scale = weight.codes, weight.scale
     if weight.encoding is Encoding.PLAIN:

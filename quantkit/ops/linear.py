@@ -35,7 +35,7 @@ def fp8_block(
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """x [M, K] times `weight` float8_e4m3fn [N, K] with `scale` float32 [ceil(N/rows), ceil(K/columns)] of `block`."""
-    backend = backend or _choose(x)
+    backend = backend or _choose(x, weight)
     if backend == "compiled":
         from quantkit.kernels.cpu_linear import fp8_block_linear
 
@@ -60,7 +60,7 @@ def int4(
 ) -> torch.Tensor:
     """x [M, K] times `packed` int32 [N, K/8] with `scale` bfloat16 [N, K/g]."""
     words = packed.shape[-1] % scale.shape[-1] == 0  # each has one scale; else it is nobody's kernel
-    match backend or (_choose(x) if words else "reference"):
+    match backend or (_choose(x, packed) if words else "reference"):
         case "compiled":
             from quantkit.kernels.cpu_linear import int4_linear
 
@@ -79,7 +79,7 @@ def nvfp4(
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """x [M, K] times `packed` uint8 [N, K/2] with `scale` float8_e4m3fn [N, K/16] and `multiplier` float32 []."""
-    match backend or _choose(x):
+    match backend or _choose(x, packed):
         case "compiled":
             from quantkit.kernels.cpu_linear import nvfp4_linear
 
@@ -94,8 +94,8 @@ def plain(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | None = None, backend: Backend | None = None
 ) -> torch.Tensor:
     """x [M, K] times `weight` [N, K] of any type of floats. BF16 weights meet float32 x as they are."""
-    chosen = backend or ("compiled" if x.device.type == "cpu" and weight.dtype == torch.bfloat16 else "reference")
-    if chosen == "compiled":
+    is_bf16 = weight.dtype == torch.bfloat16
+    if (backend or ("compiled" if is_bf16 and meets_loops(x, weight) else "reference")) == "compiled":
         from quantkit.kernels.cpu_linear import plain_linear
 
         return plain_linear(x, weight, ids)
@@ -121,6 +121,11 @@ def compiled_weights(
     if multiplier is not None:
         return cpu_linear.nvfp4_weights(codes, scale, multiplier)
     return cpu_linear.int4_weights(codes, scale) if codes.shape[-1] % scale.shape[-1] == 0 else None
+
+
+def meets_loops(x: torch.Tensor, codes: torch.Tensor) -> bool:
+    """Whether `compiled` is chosen for x, where there are loops for the weights: for BF16, and where these are BF16."""
+    return x.device.type == "cpu" and torch.bfloat16 in (x.dtype, codes.dtype)
 
 
 def compiled(x: torch.Tensor, weights: "Weights", ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -172,10 +177,10 @@ def decode_nvfp4(
     return nvfp4_decode(packed, scale, float(multiplier)).to(dtype)
 
 
-def _choose(x: torch.Tensor) -> Backend:
-    if x.dtype != torch.bfloat16:
-        return "reference"
-    return "triton" if x.is_cuda else "compiled" if x.device.type == "cpu" else "reference"
+def _choose(x: torch.Tensor, codes: torch.Tensor) -> Backend:
+    if meets_loops(x, codes):
+        return "compiled"
+    return "triton" if x.is_cuda and x.dtype == torch.bfloat16 else "reference"
 
 
 def _w4a16(
