@@ -33,6 +33,7 @@ FP8_LINEAR = {
     "quant_method": "compressed-tensors",
     "config_groups": {"a": {"targets": ["Linear"], "weights": FP8_BLOCKS}},
 }
+CLASS_OF_INT4 = retargeted(EXPERTS, "Linear")  # as quantkit 0.1 wrote it before FP8 blocks
 MTP_INT4 = modules("layers.78.mlp.experts.0", MLP, "int4 g=32")
 FULL_KV = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 REGEX_ONLY = (r"re:.*mlp\.experts\..*",)
@@ -48,7 +49,8 @@ CASES = [
     Case("kv-b", sglang(BROKEN), [*EXPERTS, module(KV_B, "int4 g=32")]),
     Case("kv-b", sglang(BROKEN), [*NVFP4_EXPERTS, module(KV_B, "nvfp4")]),
     Case("kv-b", sglang(BROKEN), [*MODELOPT_EXPERTS, module(KV_B, "modelopt nvfp4")], quantization=modelopt()),
-    Case("kv-b", sglang(BROKEN), [*EXPERTS, module(KV_B, "fp8 128x128")]),
+    Case("kv-b", sglang(OK), [*EXPERTS, module(KV_B, "fp8 128x128")]),
+    Case("kv-b", sglang(BROKEN), [*EXPERTS, module(KV_B, "fp8 128x128")], quantization=CLASS_OF_INT4),
     Case("kv-b", sglang(OK), [*EXPERTS, module(KV_B, "fp8 channel")]),
     Case("kv-b", sglang(OK), [module(KV_B, "fp8 128x128")], quantization=FP8_LINEAR),
     Case("kv-b", sglang(OK), [module(KV_B, "fp8 128x128")], quantization={"quant_method": "fp8"}),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import safetensors
+from compressed_tensors.quantization import QuantizationArgs
 from plans import (
     BF16,
     BF16_REST,
@@ -200,17 +201,33 @@ def test_the_configs_other_bytes_stay(recipe: str, newline: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "groups"), [(INT4, {"group_0", "group_1"}), (BF16_REST, {"group_0"})], ids=["fp8 rest", "bf16 rest"]
+    ("recipe", "groups"),
+    [(INT4, [("int", "group"), ("float", "block"), ("int", "block")]), (BF16_REST, [("int", "group")])],
+    ids=["fp8 rest", "bf16 rest"],
 )
-def test_an_int4_plan_has_a_compressed_tensors_config(recipe: str, groups: set[str]) -> None:
-    """The config names compressed-tensors with `pack-quantized`, and FP8 only where FP8 is kept."""
+def test_an_int4_plan_has_a_compressed_tensors_config(recipe: str, groups: list[tuple[str, str]]) -> None:
+    """The config names compressed-tensors with `pack-quantized`, and FP8 blocks only where they are kept."""
     config = make_plan(toy(), load_recipe(recipe)).quantization_config
 
     assert config is not None
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
-    assert config["config_groups"].keys() == groups
-    kinds = [group["weights"]["type"] for group in config["config_groups"].values()]
-    assert kinds == ["int", "float"][: len(groups)]
+    written = [group["weights"] for group in config["config_groups"].values()]
+    assert [(weights["type"], weights["strategy"]) for weights in written] == groups
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [(INT4, ("int", 4)), ("glm-5.2-nvfp4", ("float", 8))], ids=["int4", "nvfp4"]
+)
+def test_the_class_linear_tells_sglang_the_block_of_the_rest(recipe: str, kind: tuple[str, int]) -> None:
+    """Its group has no other target; INT4 says INT4 in these blocks, NVFP4 gives the class to the FP8 blocks."""
+    config = make_plan(toy(), load_recipe(recipe)).quantization_config
+
+    assert config is not None
+    (group,) = (group for group in config["config_groups"].values() if "Linear" in group["targets"])
+    assert group["targets"] == ["Linear"]
+    assert (group["weights"]["type"], group["weights"]["num_bits"]) == kind
+    assert group["weights"]["block_structure"] == [128, 128]
+    assert QuantizationArgs.model_validate(group["weights"]).strategy == "block"
 
 
 def test_the_configs_fp8_block_is_the_sources() -> None:

@@ -171,7 +171,7 @@ def test_int4_that_every_engine_loads_is_planned(role: str, modules: str, rest: 
 
     assert plan.quantization_config is not None
     groups = plan.quantization_config["config_groups"].values()
-    assert [group["weights"]["type"] for group in groups].count("int") == 1
+    assert [(group["weights"]["type"], group["weights"]["strategy"]) for group in groups].count(("int", "group")) == 1
     made = {step.weight.name.role for step in plan.steps if step.label == "int4 g=32"}
     assert made == {Role.ROUTED_EXPERT, Role(role)}
 

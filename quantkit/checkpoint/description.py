@@ -7,8 +7,15 @@ number; else the layers that differ are listed, and `decoder` with the MTP layer
 
     ignore     every plain matrix
     exceptions layers of another format than most of their pattern
-    main       the 4-bit format, as the class `Linear`; SGLang looks for its scheme under that word
+    main       the 4-bit format, as the class `Linear`, or by name where that word is a group of its own
     others     by name
+    class      `Linear` alone, where others have FP8 blocks; no module is left for it
+
+SGLang looks under the word `Linear` for two things, whatever is stored: the block size of every FP8 weight that it
+merges (gate_up_proj, qkv_proj), and whether INT4 keeps it from fusing shared experts with routed ones. Beside NVFP4,
+which is fused or the same, the class is that of the FP8 blocks; beside INT4 it says both: INT4, in these blocks.
+(srt/layers/linear.py: weight_loader_v2; compressed_tensors.py: weight_block_size; deepseek_common/utils.py:
+is_wint4afp8_or_wint4a16_config.)
 
 transformers takes the scheme of all experts from the first target that contains "experts", which is why the main group
 names them and other patterns say `exp\\w+`.
@@ -16,7 +23,7 @@ names them and other patterns say `exp\\w+`.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +42,7 @@ KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmet
 _FOUR_BITS = (Encoding.INT4, Encoding.NVFP4)
 _EXPERTS, _EXPERTS_OF_LAYERS = r"mlp\.experts\..*", r"mlp\.exp\w+\.\d+\.(gate|up|down)_proj$"
 _MAYBE_TIED = ("lm_head$", r"shared_head\.head$", "embed_tokens$")  # engines build them where none is stored, too
+_LINEAR = "Linear"
 _VISION = r"(vision_tower|visual|mm_projector)\..*"
 _FUSED = {
     **dict.fromkeys(("gate_proj", "up_proj"), "(gate|up|gate_up)_proj"),
@@ -88,13 +96,13 @@ class Format:
         if self.encoding is Encoding.NVFP4:
             scale = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": None}
             return {"num_bits": 4, "type": "float", **common, "group_size": self.block[1], **scale}
-        observer: dict[str, Any] = {
+        in_blocks = self.strategy == Strategy.BLOCK
+        shared = {
+            "group_size": None if in_blocks else self.block[1],
             "actorder": None,
-            "block_structure": None,
-            "observer": "minmax",
-            "observer_kwargs": {},
+            "block_structure": list(self.block) if in_blocks else None,
         }
-        return {"num_bits": 4, "type": "int", **common, "group_size": self.block[1], **observer}
+        return {"num_bits": 4, "type": "int", **common, **shared, "observer": "minmax", "observer_kwargs": {}}
 
     def input_activations(self) -> dict[str, Any] | None:
         """The group's `input_activations`: none with INT4, and with NVFP4 unless a scale for them is stored."""
@@ -200,16 +208,27 @@ class _Groups:
         elif form != self.main:
             self.others.setdefault(form, []).append(f"re:.*{pattern}")
 
-    def all(self) -> Iterable[dict[str, Any]]:
+    def all(self) -> Iterator[dict[str, Any]]:
         """The groups in the order in which engines shall test them."""
-        targets = ["Linear"]
-        if (self.others or self.exceptions) and self.main == self.table.usual(_EXPERTS):
-            targets.append(f"re:.*{_EXPERTS}")
+        blocks = next((form for form in (*self.others, *self.exceptions) if form.strategy == Strategy.BLOCK), None)
         for form, patterns in self.exceptions.items():
             yield _group(form, patterns)
-        yield _group(self.main, targets)
+        yield _group(self.main, self._named() if blocks else [_LINEAR, *self._experts()])
         for form, patterns in self.others.items():
             yield _group(form, patterns)
+        if blocks:
+            is_int4 = self.main.encoding is Encoding.INT4
+            yield _group(Format(Encoding.INT4, blocks.strategy, blocks.block) if is_int4 else blocks, [_LINEAR])
+
+    def _named(self) -> list[str]:
+        """All modules of the main format, by name; no head, which by its class none would be."""
+        main = (pattern for pattern in self.table.layers if self.table.usual(pattern) == self.main)
+        return [f"re:.*{pattern}" for pattern in main if pattern not in _MAYBE_TIED]
+
+    def _experts(self) -> list[str]:
+        """The experts by name, where other groups could be taken for theirs."""
+        named = (self.others or self.exceptions) and self.table.usual(_EXPERTS) == self.main
+        return [f"re:.*{_EXPERTS}"] if named else []
 
 
 def _group(form: Format, targets: list[str]) -> dict[str, Any]:

@@ -7,7 +7,8 @@
     compressed-tensors, float 8 bit, channel    weight F8_E4M3 [N, K], weight_scale [N, 1], input_scale [1] if static
     compressed-tensors, float 8 bit, tensor     weight F8_E4M3 [N, K], weight_scale [1], input_scale [1] if static
     compressed-tensors, float 4 bit             NVFP4 as `spelling` says, with input_global_scale unless weight-only
-    compressed-tensors, int 4 bit               weight_packed I32 [N, K/8], weight_scale [N, K/g], weight_shape [2]
+    compressed-tensors, int 4 bit, group        weight_packed I32 [N, K/8], weight_scale [N, K/g], weight_shape [2]
+    compressed-tensors, int 4 bit, block        of no module: `description` says why such a group is written
     modelopt NVFP4, W4A16_NVFP4                 NVFP4 as `spelling` says; only the first has an input_scale
     modelopt FP8                                weight F8_E4M3 [N, K], weight_scale F32 [], input_scale F32 []
 
@@ -147,6 +148,8 @@ def _group(name: str, key: str, group: dict[str, Any], shape_dtype: str) -> Stor
     match weights:
         case {"type": "int", "num_bits": 4, "symmetric": True, "group_size": int(group_size)}:
             return int4(group_size, shape_dtype)
+        case {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "block"}:
+            return _of_no_module(key)
         case {"type": "float", "num_bits": 8, "symmetric": True, "block_structure": [rows, columns]}:
             return fp8_blocks((rows, columns), "weight_scale")
         case {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "channel"}:
@@ -160,6 +163,15 @@ def _group(name: str, key: str, group: dict[str, Any], shape_dtype: str) -> Stor
         f"{name}: {key} of its quantization_config ({kind}) is not understood",
         hint="Known, if symmetric: INT4 groups; FP8 blocks, channels and tensors; NVFP4.",
     )
+
+
+def _of_no_module(key: str) -> Storage:
+    """INT4 in blocks, which quantkit writes under the class `Linear` for SGLang to read, with no module of its own."""
+
+    def specs(module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        raise ValueError(f"{module} is left to {key} of the quantization_config, INT4 in blocks, which nothing stores")
+
+    return specs
 
 
 def _weight_only(quantization: dict[str, Any]) -> bool:
