@@ -66,8 +66,7 @@ _VISION = {  # transformers leaves the prefix away
     **_TOWER,
     "text_hidden_size": 128,
     "patch_size": 4,
-    "pos_emb_height": 4,
-    "pos_emb_width": 4,
+    **{f"{prefix}pos_emb_{side}": 4 for prefix in ("", "init_") for side in ("height", "width")},  # init_: SGLang
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from quantkit.checkpoint.description import Format
 from quantkit.checkpoint.engines import ENGINES, ConfigMatcher, ModeloptMatcher, is_linear
 from quantkit.checkpoint.engines.rules.facts import FOUR_BITS, Facts, Module
-from quantkit.checkpoint.engines.rules.rule import Rule, Status
+from quantkit.checkpoint.engines.rules.rule import BOTH, Rule, Status
 from quantkit.checkpoint.weights import Encoding
 from quantkit.naming import Role, TensorName
 
@@ -20,6 +20,7 @@ _MODELOPT = {
     "SGLang": "srt/layers/quantization/modelopt_quant.py",
 }
 _WORDS = ("num_bits", "type", "strategy", "group_size", "block_structure")
+_TOWER_SIZE = 1152  # of Kimi K2.5, where vision_config has no hidden_size; vt_hidden_size is not read
 _NUMBERED_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\*?")
 _FUSING_256 = ("deepseek_v3", "glm_moe_dsa", "kimi_k2")  # SGLang fuses one shared expert with 256 routed ones, no other
 _FUSING_ALL = ("glm4_moe", "glm4_moe_lite")
@@ -117,6 +118,13 @@ def _shared_experts(facts: Facts, module: Module, engine: str, ranks: int) -> st
     )
 
 
+def _packed_apart(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    packed = "weight_packed" in module.leaves
+    return (
+        f"is {module.label}, packed: {engine} loads it only where it is fused with routed experts" if packed else None
+    )
+
+
 def _excludes_shared_experts(facts: Facts, engine: str) -> bool:
     """Whether an entry of ModelOpt's list tells SGLang that shared experts are not 4-bit."""
     matcher = facts.matchers.get(engine)
@@ -154,6 +162,19 @@ def _experts_target(facts: Facts, module: Module, engine: str, ranks: int) -> st
     return None if taken == found else f"is {found or 'plain'}; {engine} takes all experts for {taken}"
 
 
+def _no_architecture(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    if facts.whole is None or facts.whole.get("architectures"):
+        return None
+    result = "builds an embedding model without a head" if engine == "vLLM" else "stops"
+    return f"comes with a config.json that names no architectures: {engine} {result}"
+
+
+def _tower_size(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    read = ((facts.whole or {}).get("vision_config") or {}).get("hidden_size", _TOWER_SIZE)
+    rows = module.shape[0]
+    return None if rows == read else f"has {rows} rows; for {engine}, vision_config has the hidden_size {read}"
+
+
 def _names_rule(sources: Mapping[str, str], methods: Collection[str]) -> Rule:
     """The rule for the engines that read configs of these methods."""
     return Rule(
@@ -168,6 +189,33 @@ def _names_rule(sources: Mapping[str, str], methods: Collection[str]) -> Rule:
 
 
 RULES = (
+    Rule(
+        "architectures",
+        "config.json names the model's class in architectures",
+        "the class is chosen by it",
+        {
+            "vLLM": "model_executor/models/registry.py: inspect_model_cls; config/model.py: ModelConfig",
+            "SGLang": "srt/configs/model_config.py: ModelConfig",
+        },
+        'Add it as the publisher has it, as in "architectures": ["Glm4MoeForCausalLM"].',
+        lambda facts, module: (
+            facts.whole is not None and module.name.role is Role.EMBEDDING and not facts.is_mtp(module)
+        ),
+        _no_architecture,
+    ),
+    Rule(
+        "vision-sizes",
+        "vision_config gives sizes of a Kimi's tower other than the published ones as hidden_size and so on",
+        "keys that begin with vt_ are not read; a tower of other sizes is built, and the load stops",
+        dict(zip(BOTH, ("model_executor/models/kimi_k25_vit.py", "srt/models/kimi_k25.py"), strict=True)),
+        "Give vision_config the sizes without the prefix vt_, too, and pos_emb_height and so on with the prefix init_.",
+        lambda facts, module: (
+            facts.whole is not None
+            and module.name.role is Role.VISION
+            and (module.name.module.endswith("patch_embed.proj"), module.name.leaf) == (True, "weight")
+        ),
+        _tower_size,
+    ),
     Rule(
         "mtp-prefix",
         "the config says the same of the MTP layer under model.decoder as under its number",
@@ -241,7 +289,7 @@ RULES = (
     Rule(
         "shared-experts",
         "a shared expert that is fused with 4-bit routed experts has their format",
-        "it is renamed to one more routed expert, finds no parameter and is left out silently",
+        "it is renamed to one more routed expert and finds no parameter: GLM-4.x stops, others leave it out silently",
         {
             "SGLang": "srt/models/deepseek_v2.py, glm4_moe.py, glm4_moe_lite.py: shared_experts_fusion_disable_reason; "
             f"{_MODELOPT['SGLang']}: can_fuse_shared_expert"
@@ -250,6 +298,19 @@ RULES = (
         _may_be_fused,
         _shared_experts,
         Status.FLAG,
+    ),
+    Rule(
+        "shared-experts-apart",
+        "a shared expert of GLM-4.5 to 4.7 that is not fused has a tensor called weight",
+        "its dtype is looked at where experts are not fused, and the load stops: with --disable-shared-experts-fusion, "
+        "expert parallelism or DeepEP",
+        {"SGLang": "srt/models/glm4_moe.py: Glm4MoeSparseMoeBlock"},
+        "Serve it with tensor parallelism and without that flag, or give the role shared_expert the scheme bf16.",
+        lambda facts, module: (
+            facts.model_type == "glm4_moe" and module.name.role is Role.SHARED_EXPERT and is_linear(module)
+        ),
+        _packed_apart,
+        Status.WARNING,
     ),
     Rule(
         "experts-target",

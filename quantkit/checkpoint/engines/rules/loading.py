@@ -3,13 +3,15 @@
 from quantkit.checkpoint.engines import is_linear
 from quantkit.checkpoint.engines.rules.facts import FOUR_BITS, Facts, Module
 from quantkit.checkpoint.engines.rules.rule import BOTH, Rule, Status
-from quantkit.checkpoint.weights import Encoding
+from quantkit.checkpoint.spelling import KV_SCALES
+from quantkit.checkpoint.weights import Encoding, Strategy
 from quantkit.naming import Role
 
 _DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
 _VLLM_CT = "model_executor/layers/quantization/compressed_tensors"
 _NEVER = frozenset({Role.ROUTER, Role.EMBEDDING, Role.MTP_PROJECTION, Role.NORM})
 _INDEXER = frozenset({Role.INDEXER, Role.INDEXER_WEIGHTS})
+_DSA = ("glm_moe_dsa", "deepseek_v32")  # for which vLLM has classes of its own on CUDA
 _FUSED_BLOCK = (128, 128)  # of indexer.wk in SGLang, where the class Linear is not in FP8 blocks
 
 
@@ -95,8 +97,33 @@ def _mtp_of_modelopt(facts: Facts, module: Module, engine: str, ranks: int) -> s
 
 
 def _unequal_globals(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    values = (facts.unequal_globals or {}).get(module.name.fused_projection or "")
+    values = facts.unequal(module)
     return f"and its partners have the global scales {values}" if values else None
+
+
+def _merged_blocks(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    assert module.format is not None
+    block = _linear_block(facts)
+    if block == module.format.block:
+        return None
+    said = f"blocks of {block[0]}x{block[1]}" if block else "no blocks"
+    return f"is {module.label} and merged with its partner; for the class Linear, the config says {said}"
+
+
+def _bytes_of_scales(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    if module.scales != "U8":
+        return None
+    return f"has scales in U8; {engine} {'takes their bytes for numbers' if engine == 'vLLM' else 'stops at them'}"
+
+
+def _within(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    if not module.within or module.within.endswith(".weight"):
+        return None
+    return f"lies in {module.within}, and {engine} knows no tensor of that name"
+
+
+def _mtp_kv_scale(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    return f"has a {module.name.leaf}, in an MTP layer" if module.name.leaf in KV_SCALES else None
 
 
 RULES = (
@@ -164,7 +191,7 @@ RULES = (
         "the CUDA loader finds no parameter for such a tensor and stops",
         {"vLLM": "models/deepseek_v32/nvidia/model.py: load_weights; models/deepseek_v32/attention.py"},
         "Take these tensors out of the source.",
-        lambda facts, module: facts.model_type in ("glm_moe_dsa", "deepseek_v32") and ".indexer." in module.name.module,
+        lambda facts, module: facts.model_type in _DSA and ".indexer." in module.name.module,
         _surplus_indexer,
     ),
     Rule(
@@ -193,6 +220,59 @@ RULES = (
             and module.name.fused_projection is not None
         ),
         _unequal_globals,
+    ),
+    Rule(
+        "merged-blocks",
+        "for FP8 blocks that are merged with others, the class Linear has the same block in the config",
+        "their scales are cut by that block, whatever group they belong to; without one, the load stops",
+        {
+            "SGLang": "srt/layers/linear.py: MergedColumnParallelLinear, QKVParallelLinear (weight_loader_v2); "
+            "srt/layers/quantization/compressed_tensors/compressed_tensors.py: weight_block_size"
+        },
+        "Respell a checkpoint of quantkit with quantkit convert --respell; else give these roles the scheme bf16.",
+        lambda facts, module: (
+            facts.method == "compressed-tensors"
+            and is_linear(module)
+            and module.format is not None
+            and module.format.strategy == Strategy.BLOCK
+            and module.name.role is not Role.ROUTED_EXPERT
+            and module.projection in ("gate_proj", "up_proj", "q_proj", "k_proj", "v_proj")
+        ),
+        _merged_blocks,
+    ),
+    Rule(
+        "block-scales",
+        "scales of FP8 are numbers, not the bytes of E8M0 in U8",
+        "no parameter for scales has that dtype",
+        {
+            "vLLM": "model_executor/layers/quantization/utils/fp8_utils.py: create_fp8_scale_parameter",
+            "SGLang": "srt/layers/quantization/fp8.py: Fp8LinearMethod.create_weights",
+        },
+        "Convert it with quantkit, which writes such scales in FP32.",
+        lambda facts, module: module.scales is not None,
+        _bytes_of_scales,
+    ),
+    Rule(
+        "experts-apart",
+        "experts are stored one by one, or as experts.gate_up_proj.weight and experts.down_proj.weight",
+        "what is called experts.gate_up_proj alone has no parameter, and the load stops",
+        {"vLLM": "model_executor/models/deepseek_v2.py, glm4_moe.py: load_weights"},
+        "Convert it with quantkit, which writes experts one by one; --bf16 changes no number.",
+        lambda facts, module: module.name.role is Role.ROUTED_EXPERT,
+        _within,
+    ),
+    Rule(
+        "mtp-kv-scales",
+        "no scale of a KV cache is in an MTP layer of GLM-5.x or DeepSeek-V3.2",
+        "the class of the draft model on CUDA has no parameter for it, and stops",
+        {"vLLM": "models/deepseek_v32/nvidia/mtp.py: load_weights"},
+        "Take these tensors out, or convert with --mtp drop.",
+        lambda facts, module: (
+            facts.model_type in _DSA
+            and facts.is_mtp(module)
+            and (module.name.leaf in KV_SCALES or module.projection == "kv_a_proj_with_mqa")
+        ),
+        _mtp_kv_scale,
     ),
     Rule(
         "router-bias",
