@@ -18,8 +18,8 @@ from quantkit.checkpoint.engines.rules import Facts, Module, Status, judge
 from quantkit.checkpoint.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.checkpoint.header import StoredTensor
 from quantkit.checkpoint.manifest import read_manifest
-from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges, shape_in
 from quantkit.checkpoint.occupancy import is_idle
+from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges, shape_in
 from quantkit.checkpoint.source import SINGLE_FILE, Source, read_header, read_index
 from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
