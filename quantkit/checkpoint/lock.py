@@ -101,6 +101,8 @@ def _acquire(folder: Path, made: list[Path]) -> int:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            if not os.fstat(file).st_size:  # nobody has ever held it
+                _remove(path)
             what = f"{folder}: its file system has no locks ({error.strerror}): two runs could write at once"
             raise OutputError(what, hint="Choose another disk, or mount it with locks (Lustre: -o flock).") from error
         finally:
@@ -111,14 +113,19 @@ def _acquire(folder: Path, made: list[Path]) -> int:
 
 def _release(folder: Path, file: int) -> None:
     """Give the lock back; the file goes before, while nobody else can have locked it."""
-    work = folder / WORK_FOLDER
+    path = folder / WORK_FOLDER / LOCK_FILE
     try:
-        with suppress(OSError):  # without its lock the file means nothing
-            if _is_named(file, work / LOCK_FILE):
-                os.unlink(work / LOCK_FILE)
-            os.rmdir(work)
+        if _is_named(file, path):
+            _remove(path)
     finally:
         os.close(file)
+
+
+def _remove(path: Path) -> None:
+    """Take the file away, and the work folder if nothing else is in it; what stays means nothing without its lock."""
+    with suppress(OSError):
+        os.unlink(path)
+        os.rmdir(path.parent)
 
 
 def _make(folder: Path, made: list[Path]) -> None:
