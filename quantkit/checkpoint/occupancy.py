@@ -75,7 +75,9 @@ def own_run(folder: Path, command: Command) -> Opening | None:
 def is_idle(folder: Path) -> bool:
     """Whether there is no work folder, or one with nothing in it but the lock of a run that has ended."""
     work = folder / WORK_FOLDER
-    return not work.is_dir() or {path.name for path in work.iterdir()} <= {LOCK_FILE}
+    if not work.is_dir() or work.is_symlink():
+        return not os.path.lexists(work)
+    return {path.name for path in work.iterdir()} <= {LOCK_FILE}
 
 
 def read_listing(folder: Path, kind: type[Listing]) -> Listing | None:
