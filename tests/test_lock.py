@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ import quantkit
 from quantkit import folding
 from quantkit.calibration import DataOptions, Options, calibrate
 from quantkit.checkpoint import lock as locking
-from quantkit.checkpoint.lock import lock
+from quantkit.checkpoint.journal import CONVERT, Opening, append_line
+from quantkit.checkpoint.lock import check_free, lock
 from quantkit.errors import OutputError, QuantkitError
 from quantkit.folding.report import Way
 
@@ -83,6 +86,44 @@ def test_a_fold_in_place_excludes_others(own_fp8: Path, toy: Path) -> None:
                 run()
 
     assert tree(own_fp8) == before
+
+
+def test_an_open_run_is_not_called_interrupted(toy: Path, glm_tiny: Path, tmp_path: Path) -> None:
+    """While a run is at work nobody is told to go on with it: its journal is looked at only when it has ended."""
+    with lock(tmp_path / "out", "convert"):
+        append_line(tmp_path / "out" / ".quantkit" / "journal.jsonl", Opening(CONVERT).to_line())
+        with pytest.raises(OutputError, match="in use by quantkit convert"):
+            quantkit.convert(toy, tmp_path / "out")
+        with pytest.raises(OutputError, match="in use by quantkit convert"):
+            calibrate(glm_tiny, tmp_path / "out", Options(DataOptions(tokens=64, length=32)))
+
+    with pytest.raises(OutputError, match="holds an interrupted run"):
+        quantkit.convert(toy, tmp_path / "out")
+
+
+def test_who_only_looks_keeps_nobody_out(tmp_path: Path) -> None:
+    """A run that begins while others look whether the folder is free is let in."""
+    with lock(tmp_path / "out", "convert"):
+        (tmp_path / "out" / "model.safetensors").touch()
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            with suppress(OutputError):
+                check_free(tmp_path / "out")
+            time.sleep(0.001)
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    for thread in lookers:
+        thread.start()
+    try:
+        for _ in range(100):
+            with lock(tmp_path / "out", "convert"):
+                pass
+    finally:
+        stop.set()
+        for thread in lookers:
+            thread.join()
 
 
 def test_conversions_at_the_same_time_make_one(make_toy: Callable[..., Path], tmp_path: Path) -> None:

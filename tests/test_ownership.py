@@ -82,6 +82,11 @@ def text_file(name: str, text: str) -> Callable[[Path], None]:
     return make
 
 
+def any_bytes(folder: Path) -> None:
+    """Add a file whose name is no UTF-8."""
+    (folder / os.fsdecode(b"\xff")).touch()
+
+
 def exchange_a(folder: Path) -> None:
     """Put a link to another file in the place of one."""
     (folder / "a").unlink()
@@ -105,6 +110,15 @@ STRANGE = {
     "two journals": (both(journal(CALIBRATE), journal(CONVERT)), "journals of two runs"),
     "a link": (linked_work, "no folder of quantkit"),
     "own run and a user's file": (both(journal(CONVERT), user_file), "thesis.txt, which it did not write"),
+    "a manifest that is a pipe": (
+        both(user_file, lambda folder: os.mkfifo(folder / "quantkit.json")),
+        "no file|not empty",
+    ),
+    "a journal that is a pipe": (
+        both(work(), lambda folder: os.mkfifo(folder / ".quantkit" / "journal.jsonl")),
+        "no file",
+    ),
+    "own run and a name of any bytes": (both(journal(CONVERT), any_bytes), r"\\udcff, which it did not write"),
     "own run and a link": (both(journal(CONVERT, None, "a", "b"), exchange_a), "a, which it did not write"),
     "manifest of nothing": (text_file("quantkit.json", "mine"), "no manifest|exists and is not empty"),
     "manifest of something": (

@@ -23,7 +23,7 @@ from quantkit.calibration.streaming import LayerStream
 from quantkit.checkpoint.identity import identify
 from quantkit.checkpoint.journal import CALIBRATE, Opening, source_binding
 from quantkit.checkpoint.locate import open_model
-from quantkit.checkpoint.lock import lock
+from quantkit.checkpoint.lock import check_free, lock
 from quantkit.checkpoint.occupancy import own_run
 from quantkit.checkpoint.source import Source, readable
 from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, explained, write_whole
@@ -83,6 +83,7 @@ def calibrate(
     assert source.folder
     if output:
         _check_outside(source.folder, output)
+        check_free(output)
         _check_output(output, resume, overwrite)
     reader = open_layers(source, options.dtype, _device(options.device))
     if options.per_channel and not isinstance(reader.config.attention, MlaConfig):

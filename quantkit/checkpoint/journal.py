@@ -117,8 +117,10 @@ def read_opening(path: Path) -> Opening | None:
     None if there is no journal or its first line is torn: nothing was done yet. Raises ValueError for what is no
     journal of quantkit.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{path.name} is no file")
     with path.open("rb") as file:
         first = file.readline()
     if not first.endswith(b"\n") and path.suffix == ".jsonl":

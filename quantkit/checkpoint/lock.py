@@ -12,6 +12,7 @@ import getpass
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from quantkit.errors import OutputError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _ATTEMPTS = 100  # at a file that others take away at the same time
+_GLANCES, _GLANCE = 10, 0.02  # times and seconds to wait for those who only look: `check_free`
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,22 @@ def lock(folder: Path, command: str) -> Iterator[bool]:
                 path.rmdir()  # which leaves what holds something
 
 
+def check_free(folder: Path) -> None:
+    """Raise OutputError, saying who holds it since when, if a run is at work in `folder`; nothing is made or kept."""
+    try:
+        file = os.open(folder / WORK_FOLDER / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return  # there is none, or `lock` will say what is wrong with it
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(folder) from None
+    except OSError:
+        return
+    finally:
+        os.close(file)
+
+
 def _acquire(folder: Path, made: list[Path]) -> int:
     """The descriptor of the locked file; the folders above it that had to be made are added to `made`.
 
@@ -82,7 +100,7 @@ def _acquire(folder: Path, made: list[Path]) -> int:
     only if the name still leads to it.
     """
     path = folder / WORK_FOLDER / LOCK_FILE
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         _make(path.parent, made)
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -94,10 +112,9 @@ def _acquire(folder: Path, made: list[Path]) -> int:
             if locked := _is_named(file, path):
                 return file
         except BlockingIOError:
-            who = _holder(path) or "another run"
-            raise OutputError(
-                f"{folder} is in use by {who}", hint="Wait for it to end, or choose another one."
-            ) from None
+            if attempt >= _GLANCES:
+                raise _in_use(folder) from None
+            time.sleep(_GLANCE)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -147,8 +164,10 @@ def _is_named(file: int, path: Path) -> bool:
         return False
 
 
-def _holder(path: Path) -> Holder | None:
+def _in_use(folder: Path) -> OutputError:
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+        text = (folder / WORK_FOLDER / LOCK_FILE).read_text(encoding="utf-8")
+        who = str(Holder(**json.loads(text)))
+    except (OSError, ValueError, TypeError):  # just locked, or just ended
+        who = "another run"
+    return OutputError(f"{folder} is in use by {who}", hint="Wait for it to end, or choose another one.")

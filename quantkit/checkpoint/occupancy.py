@@ -86,6 +86,8 @@ def read_listing(folder: Path, kind: type[Listing]) -> Listing | None:
     Raises OutputError for what is called so and is none, or of another kind.
     """
     path = folder / MANIFEST_FILE
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise OutputError(f"{path} is no manifest of this command: it is no file", hint=_REMOVE)
     try:
         return kind.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -126,13 +128,14 @@ class Occupant:
         known = self.known
         folders = {str(parent) for name in known for parent in Path(name).parents}
         for name, path in _entries(self.folder):
+            shown = name.encode(errors="backslashreplace").decode()  # any bytes are a name
             if path.is_dir() and not path.is_symlink():
                 if name not in folders:
-                    return f"{name}/, which it did not make"
+                    return f"{shown}/, which it did not make"
             elif name not in known or path.is_symlink() or not path.is_file():
-                return f"{name}, which it did not write"
+                return f"{shown}, which it did not write"
             elif (file := known[name]) and _differs(path, file):
-                return f"{name}, which was changed since"
+                return f"{shown}, which was changed since"
         return None
 
     def damage(self) -> str | None:

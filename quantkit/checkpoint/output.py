@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.checkpoint.journal import Command, Opening, append_line
-from quantkit.checkpoint.lock import lock
+from quantkit.checkpoint.lock import check_free, lock
 from quantkit.checkpoint.occupancy import Listing, Occupant, find_run, own_run, read_listing
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder, clear, explained, sync
@@ -42,19 +42,14 @@ class Output:
 
     def check(self) -> None:
         """Raise OutputError if the folder is in use, unless all in it is ours and to be overwritten or gone on with."""
-        with explained(self.path):
-            there = self.path.exists()
-            if there and not self.path.is_dir():
-                raise OutputError(f"{self.path} is a file, and the output is a folder", hint="Choose another one.")
-            if not there or not self._is_used():
-                return
-            self._check_occupant(own_run(self.path, self.command))
+        check_free(self.path)
+        self._check()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep every other run out of the folder. Raises OutputError as `check` does, and if one is at work there."""
         with lock(self.path, self.command.name):
-            self.check()
+            self._check()
             yield
 
     def run(self) -> Opening | None:
@@ -98,6 +93,15 @@ class Output:
         folder = OutputFolder(self.path)
         folder.check_space(needed_bytes)
         return folder
+
+    def _check(self) -> None:
+        with explained(self.path):
+            there = self.path.exists()
+            if there and not self.path.is_dir():
+                raise OutputError(f"{self.path} is a file, and the output is a folder", hint="Choose another one.")
+            if not there or not self._is_used():
+                return
+            self._check_occupant(own_run(self.path, self.command))
 
     def _is_used(self) -> bool:
         return any(path.name != WORK_FOLDER for path in self.path.iterdir()) or find_run(self.path) is not None
