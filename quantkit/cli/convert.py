@@ -1,5 +1,6 @@
 """`quantkit convert`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -60,17 +61,8 @@ def convert(
     elif output is None:
         raise UsageError("where to?", hint="Give -o FOLDER, or --dry-run.")
     else:
+        run = partial(conversion.convert, model, output, chosen, options=options, revision=revision, workers=workers)
         with console.progress("converting") as start:
-            manifest = conversion.convert(
-                model,
-                output,
-                chosen,
-                options=options,
-                revision=revision,
-                overwrite=overwrite,
-                resume=resume,
-                trust_source=trust_source,
-                workers=workers,
-                progress=start,
-            )
+            put = partial(run, progress=start, warn=console.warn)
+            manifest = put(overwrite=overwrite, resume=resume, trust_source=trust_source)
     console.show(manifest, as_json=as_json)
