@@ -47,6 +47,7 @@ CONVERT = Command(
     fields=_BOUND | {"recipe"},
     resumes=True,
 )
+RESPELL = Command("convert --respell", "journal.jsonl", "Only quantkit convert --respell may begin it anew.")
 FOLD = Command("fold", "journal.jsonl", "Only quantkit fold -o may begin it anew.")
 PATCH = Command("fold --patch-only", "journal.jsonl", "Only quantkit fold --patch-only may begin it anew.")
 IN_PLACE = Command(
@@ -62,7 +63,7 @@ CALIBRATE = Command(
     fields=_BOUND | {"source files", "data", "options"},
     resumes=True,
 )
-COMMANDS = {command.name: command for command in (CONVERT, FOLD, PATCH, IN_PLACE, CALIBRATE)}
+COMMANDS = {command.name: command for command in (CONVERT, RESPELL, FOLD, PATCH, IN_PLACE, CALIBRATE)}
 
 
 @dataclass(frozen=True)

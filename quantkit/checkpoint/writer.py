@@ -142,6 +142,22 @@ class OutputFolder:
         self.publish(name)
         return copied
 
+    def link(self, source: Path, name: str) -> None:
+        """Put a file under its final name as a hard link to `source`, or to what that leads to.
+
+        Raises OutputError where the two are on different disks, or the file system has no hard links.
+        """
+        with explained(self.path / name):
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(os.path.realpath(source), self.path / name)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                    raise
+                what = f"{self.path / name} cannot be a hard link to {source}: {error.strerror}"
+                raise OutputError(what, hint="Choose a folder on the same disk, or give --in-place.") from error
+            sync((self.path / name).parent, os.O_DIRECTORY)
+
     def seal(self, manifest_text: str, config_text: str) -> None:
         """Write the manifest and, last, the config; then nothing of the run is left but the checkpoint."""
         self.write_text(MANIFEST_FILE, manifest_text)
@@ -154,6 +170,12 @@ class OutputFolder:
             clear(self.work, keep=(LOCK_FILE, *(command.journal for command in COMMANDS.values())))
             clear(self.work, keep=(LOCK_FILE,))
             sync(self.path, os.O_DIRECTORY)
+
+
+def text_file(text: str) -> File:
+    """What a text is as a file."""
+    data = text.encode("utf-8")
+    return File(len(data), hashlib.sha256(data).hexdigest())
 
 
 def clear(folder: Path, keep: Collection[str] = ()) -> None:

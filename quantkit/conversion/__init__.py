@@ -4,10 +4,10 @@ run         all shards, one after the other, with flushing and hashing beside
 shards      the work on one shard: read, convert, write, piece by piece
 maker       what comes out of a piece of a weight
 journal     what is finished, for going on after an interruption
+respelling  a converted checkpoint with the config that this version writes
 side_files  what else goes along: tokenizer, chat template, custom code
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from quantkit.checkpoint.manifest import made_from, read_manifest
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.weights import Encoding, read_weights
-from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart
+from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart, text_file
 from quantkit.conversion.journal import Journal, open_with
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
@@ -190,7 +190,10 @@ def _finished(plan: Plan, target: Output) -> Manifest | None:
     planned = _planned(plan)
     expected = _completed(planned, found.files, found.source.shards_sha256, found.nvfp4_groups, found.rounded_scales)
     known = replace(found.source, config_sha256=expected.source.config_sha256)  # wherever it lies now
-    if replace(expected, source=known) != found or not {job.shard for job in plan.jobs} <= found.files.keys():
+    if (
+        replace(expected, source=known, respelled=found.respelled) != found
+        or not {job.shard for job in plan.jobs} <= found.files.keys()
+    ):
         raise OutputError(f"{target.path} holds another conversion", hint=target.another())
     return found
 
@@ -211,15 +214,10 @@ def _add_small_files(plan: Plan, beside: Mapping[str, Path], folder: OutputFolde
     for name, side_file in beside.items():
         files[name] = folder.copy(side_file, name)
     for name, text in plan.texts.items():
-        files[name] = _text_file(text)
+        files[name] = text_file(text)
         if name != CONFIG_FILE:
             folder.write_text(name, text)
     return files
-
-
-def _text_file(text: str) -> File:
-    data = text.encode()
-    return File(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _planned(plan: Plan) -> Manifest:

@@ -91,6 +91,7 @@ class Manifest(Report):
     rounded_scales  global scales of another dialect that are no powers of two: their reciprocals are rounded
     fold, kv_scales scales of an FP8 cache that were folded into the weights, or embedded as tensors, by their names
     in_place        whether the files are those of somebody else, in which quantkit only edited weights where they lay
+    respelled       config.json as it was under earlier spellings of the same tensors, the first one first
     """
 
     version: str
@@ -108,6 +109,7 @@ class Manifest(Report):
     fold: Fold | None = None
     kv_scales: dict[str, float] = field(default_factory=dict)
     in_place: bool = False
+    respelled: tuple[File, ...] = ()
 
 
 @dataclass(frozen=True)
