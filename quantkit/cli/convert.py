@@ -58,18 +58,11 @@ def convert(
     """
     from quantkit import console, conversion
 
-    if resume and overwrite:
-        raise UsageError("--resume and --overwrite exclude each other")
+    changes = (int4, nvfp4, bf16, recipe, group_size, dialect, scale, rest, mtp, resume, trust_source, revision)
+    _check(changes, resume=resume, overwrite=overwrite, respell=respell, in_place=in_place)
     if respell:
-        others = (int4, nvfp4, bf16, recipe, group_size, dialect, scale, rest, mtp, resume, trust_source, revision)
-        if any(others):
-            raise UsageError("--respell changes no weight: it goes with -o, --overwrite, --in-place and --dry-run only")
         manifest = _respell(model, output, in_place=in_place, overwrite=overwrite, dry_run=dry_run)
         return console.show(manifest, as_json=as_json)
-    if in_place:
-        raise UsageError("--in-place goes with --respell", hint="A conversion writes a new folder: give -o FOLDER.")
-    if sum((int4, nvfp4, bf16, recipe is not None)) > 1:
-        raise UsageError("--int4, --nvfp4, --bf16 and --recipe exclude each other")
     chosen = "bf16" if bf16 else recipe
     scheme = Scheme.NVFP4 if nvfp4 else Scheme.INT4 if int4 else None
     options = conversion.Options(group_size, scale, rest, mtp, dialect, scheme)
@@ -83,6 +76,18 @@ def convert(
             put = partial(run, progress=start, warn=console.warn)
             manifest = put(overwrite=overwrite, resume=resume, trust_source=trust_source)
     return console.show(manifest, as_json=as_json)
+
+
+def _check(changes: tuple[object, ...], *, resume: bool, overwrite: bool, respell: bool, in_place: bool) -> None:
+    """Raise UsageError for options that exclude each other; the first four of `changes` say what is to come out."""
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    if sum(map(bool, changes[:4])) > 1:
+        raise UsageError("--int4, --nvfp4, --bf16 and --recipe exclude each other")
+    if respell and any(changes):
+        raise UsageError("--respell changes no weight: it goes with -o, --overwrite, --in-place and --dry-run only")
+    if in_place and not respell:
+        raise UsageError("--in-place goes with --respell", hint="A conversion writes a new folder: give -o FOLDER.")
 
 
 def _respell(folder: str, output: Path | None, *, in_place: bool, overwrite: bool, dry_run: bool) -> "Manifest":
