@@ -263,6 +263,20 @@ def test_weights_that_were_folded_in_place_are_not_removed(own_fp8: Path, toy: P
             before = tree(own_fp8)
 
 
+def test_a_manifest_that_does_not_say_so_may_be_of_weights_folded_in_place(
+    own_fp8: Path, toy: Path, tmp_path: Path
+) -> None:
+    """That of version 0.1: for a published checkpoint, the files may be the user's and are not removed."""
+    folding.fold(own_fp8, SCALES, way=Way.IN_PLACE)
+    shutil.rmtree(own_fp8 / ".quantkit-fold")
+    manifest = json.loads((own_fp8 / "quantkit.json").read_text())
+    del manifest["in_place"]
+    (own_fp8 / "quantkit.json").write_text(json.dumps(manifest))
+
+    with pytest.raises(OutputError, match="weights that were there before"):
+        quantkit.convert(toy, own_fp8, overwrite=True)
+
+
 def test_what_quantkit_converted_and_folded_in_place_is_its_own(tiny_fp8: Path, tmp_path: Path) -> None:
     """A conversion stays one when it is folded in place."""
     quantkit.convert(tiny_fp8, tmp_path / "int4")

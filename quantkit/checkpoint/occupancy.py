@@ -13,6 +13,7 @@ from typing import Protocol, Self
 
 from quantkit.checkpoint.digest import GATE_FILE
 from quantkit.checkpoint.journal import COMMANDS, IN_PLACE, Command, Opening, read_opening, shards_of
+from quantkit.checkpoint.manifest import is_of_others
 from quantkit.checkpoint.source import readable
 from quantkit.checkpoint.writer import LOCK_FILE, MANIFEST_FILE, WORK_FOLDER
 from quantkit.errors import OutputError, SourceError
@@ -123,7 +124,7 @@ class Occupant:
 
     def foreign(self) -> str | None:
         """The first thing in the folder that quantkit did not write, in words; None if there is none."""
-        if isinstance(self.listing, Manifest) and self.listing.in_place:
+        if isinstance(self.listing, Manifest) and is_of_others(self.listing):
             return "weights that were there before quantkit edited them"
         known = self.known
         folders = {str(parent) for name in known for parent in Path(name).parents}
