@@ -130,7 +130,7 @@ RULES = (
     Rule(
         "fused-partners",
         "modules that are fused into one have one format",
-        "a fused module has one scheme and one set of parameters",
+        "a fused module has one scheme and one set of parameters: vLLM stops, SGLang may leave the others unwritten",
         {
             "vLLM": f"{_VLLM_CT}/utils.py: should_ignore_layer",
             "SGLang": "srt/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",
@@ -142,7 +142,7 @@ RULES = (
     Rule(
         "plain-modules",
         "router, embedding, eh_proj and norms are plain",
-        "they are built without a quantization config",
+        "they are built without a quantization config: packed ones stop vLLM, and SGLang leaves their weight unwritten",
         {
             "vLLM": "models/deepseek_v32/nvidia/mtp.py: DeepseekV32MultiTokenPredictorLayer; "
             "model_executor/models/deepseek_mtp.py: DeepSeekMultiTokenPredictorLayer",
