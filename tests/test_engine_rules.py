@@ -38,6 +38,7 @@ CLASS_OF_INT4 = retargeted(EXPERTS, "Linear")  # as quantkit 0.1 wrote it before
 MTP_INT4 = modules("layers.78.mlp.experts.0", MLP, "int4 g=32")
 FULL_KV = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 PATCHES = module("vision_tower.patch_embed.proj", shape=(16, 3, 2, 2))
+FUSED = replace(module(DOWN), within="layers.3.mlp.experts.down_proj")
 PACKED_SHARED = modules("layers.3.mlp.shared_experts", MLP, "int4 g=32")
 Q_PROJ, GQA = module("layers.0.self_attn.q_proj"), {"num_attention_heads": 24, "kv_lora_rank": None}
 REGEX_ONLY = (r"re:.*mlp\.experts\..*",)
@@ -112,8 +113,12 @@ CASES = [
     Case("block-scales", both(NEITHER), [module(O_PROJ, "fp8 128x128")]),
     Case("block-scales", both(OK), [replace(module(O_PROJ, "fp8 128x128"), scales="F32")]),
     Case("block-scales", both(BROKEN), [replace(module(O_PROJ, "fp8 128x128"), scales="U8")]),
-    Case("experts-apart", {"vLLM": OK}, [replace(module(DOWN), within="layers.3.mlp.experts.down_proj.weight")]),
-    Case("experts-apart", {"vLLM": BROKEN}, [replace(module(DOWN), within="layers.3.mlp.experts.down_proj")]),
+    Case("experts-apart", both(OK), [module(DOWN)]),
+    Case("experts-apart", {"vLLM": BROKEN, "SGLang": OK}, [FUSED]),
+    Case("experts-apart", {"vLLM": OK, "SGLang": BROKEN}, [FUSED], {"model_type": "glm4_moe"}),
+    Case("experts-apart", both(BROKEN), [FUSED], {"model_type": "glm4_moe_lite"}),
+    Case("experts-apart", both(BROKEN), [replace(FUSED, turned=True)]),
+    Case("experts-apart", both(BROKEN), [replace(FUSED, within=f"{FUSED.within}.weight")]),
     Case("mtp-kv-scales", {"vLLM": OK}, modules("layers.78.self_attn", QKV_A)),
     Case("mtp-kv-scales", {"vLLM": NEITHER}, [module("layers.3.self_attn.k_proj", "f32", (), "k_scale")]),
     Case("mtp-kv-scales", {"vLLM": BROKEN}, [module("layers.78.self_attn.k_proj", "f32", (), "k_scale")]),

@@ -29,6 +29,7 @@ class Module:
     format  as a config describes it; None for a plain one
     scales  the dtype of an FP8 weight's scales, where it is known
     within  of an expert that is stored with all others of its layer, their tensor; else none
+    turned  whether that is transposed
     """
 
     name: TensorName
@@ -38,6 +39,7 @@ class Module:
     format: Format | None = None
     scales: str | None = None
     within: str = ""
+    turned: bool = False
 
     @classmethod
     def of(cls, weight: Weight, source: Source) -> "Module":
@@ -46,7 +48,8 @@ class Module:
         leaves = frozenset(tensor.spec.name.rpartition(".")[2] for tensor in weight.tensors)
         scales = weight.scale.spec.dtype if weight.encoding is Encoding.FP8 and weight.scale else None
         within = "" if weight.data.spec.name in source.tensors else _fused_tensor(weight.name, source)
-        return cls(weight.name, weight.shape, weight.label, leaves, form, scales, within)
+        turned = weight.slab is not None
+        return cls(weight.name, weight.shape, weight.label, leaves, form, scales, within, turned)
 
     @property
     def encoding(self) -> Encoding:

@@ -2,8 +2,7 @@
 
 from quantkit.checkpoint.engines import is_linear
 from quantkit.checkpoint.engines.rules.facts import FOUR_BITS, Facts, Module
-from quantkit.checkpoint.engines.rules.rule import BOTH, Rule, Status
-from quantkit.checkpoint.spelling import KV_SCALES
+from quantkit.checkpoint.engines.rules.rule import Rule
 from quantkit.checkpoint.weights import Encoding, Strategy
 from quantkit.naming import Role
 
@@ -11,7 +10,6 @@ _DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
 _VLLM_CT = "model_executor/layers/quantization/compressed_tensors"
 _NEVER = frozenset({Role.ROUTER, Role.EMBEDDING, Role.MTP_PROJECTION, Role.NORM})
 _INDEXER = frozenset({Role.INDEXER, Role.INDEXER_WEIGHTS})
-_DSA = ("glm_moe_dsa", "deepseek_v32")  # for which vLLM has classes of its own on CUDA
 _FUSED_BLOCK = (128, 128)  # of indexer.wk in SGLang, where the class Linear is not in FP8 blocks
 
 
@@ -71,34 +69,12 @@ def _indexer(facts: Facts, module: Module, engine: str, ranks: int) -> str | Non
     )
 
 
-def _surplus_indexer(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    layer = module.name.layer
-    if layer is None or facts.is_mtp(module):
-        return None
-    pattern = facts.config.get("index_topk_pattern")
-    if pattern is not None:
-        skipped = layer < len(pattern) and pattern[layer] == "S"
-    else:
-        offset, frequency = facts.config.get("index_skip_topk_offset", 2), facts.config.get("index_topk_freq", 1)
-        skipped = max(layer - offset + 1, 0) % frequency != 0
-    return "is an indexer's, in a layer where vLLM builds none" if skipped else None
-
-
-def _router_bias(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    return None if module.label == "f32" else f"is {module.label}, too coarse to tell experts apart"
-
-
 def _mtp_of_modelopt(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
     return (
         f"is {module.label}; SGLang builds the MTP layer of a ModelOpt checkpoint unquantized"
         if module.format
         else None
     )
-
-
-def _unequal_globals(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    values = facts.unequal(module)
-    return f"and its partners have the global scales {values}" if values else None
 
 
 def _merged_blocks(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
@@ -108,22 +84,6 @@ def _merged_blocks(facts: Facts, module: Module, engine: str, ranks: int) -> str
         return None
     said = f"blocks of {block[0]}x{block[1]}" if block else "no blocks"
     return f"is {module.label} and merged with its partner; for the class Linear, the config says {said}"
-
-
-def _bytes_of_scales(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    if module.scales != "U8":
-        return None
-    return f"has scales in U8; {engine} {'takes their bytes for numbers' if engine == 'vLLM' else 'stops at them'}"
-
-
-def _within(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    if not module.within or module.within.endswith(".weight"):
-        return None
-    return f"lies in {module.within}, and {engine} knows no tensor of that name"
-
-
-def _mtp_kv_scale(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    return f"has a {module.name.leaf}, in an MTP layer" if module.name.leaf in KV_SCALES else None
 
 
 RULES = (
@@ -186,15 +146,6 @@ RULES = (
         _indexer,
     ),
     Rule(
-        "surplus-indexer",
-        "layers that share another's indexer carry none",
-        "the CUDA loader finds no parameter for such a tensor and stops",
-        {"vLLM": "models/deepseek_v32/nvidia/model.py: load_weights; models/deepseek_v32/attention.py"},
-        "Take these tensors out of the source.",
-        lambda facts, module: facts.model_type in _DSA and ".indexer." in module.name.module,
-        _surplus_indexer,
-    ),
-    Rule(
         "modelopt-mtp",
         "the MTP layer of a ModelOpt checkpoint is plain",
         "the draft model is built without the quantization config",
@@ -202,24 +153,6 @@ RULES = (
         "Give --mtp keep --rest bf16, or --format compressed-tensors.",
         lambda facts, module: facts.method == "modelopt" and facts.is_mtp(module) and is_linear(module),
         _mtp_of_modelopt,
-    ),
-    Rule(
-        "shared-globals",
-        "NVFP4 weights that are fused have one global scale",
-        "of two, an engine takes one for both: the other weight is wrong by their ratio",
-        {
-            "vLLM": f"{_VLLM_CT}/schemes/compressed_tensors_w4a4_nvfp4.py and "
-            "compressed_tensors_moe/compressed_tensors_moe_w4a4_nvfp4.py: process_weights_after_loading",
-            "SGLang": "srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4_moe.py: "
-            "process_weights_after_loading",
-        },
-        "Convert the model from its source with quantkit.",
-        lambda facts, module: (
-            facts.unequal_globals is not None
-            and module.encoding is Encoding.NVFP4
-            and module.name.fused_projection is not None
-        ),
-        _unequal_globals,
     ),
     Rule(
         "merged-blocks",
@@ -239,51 +172,5 @@ RULES = (
             and module.projection in ("gate_proj", "up_proj", "q_proj", "k_proj", "v_proj")
         ),
         _merged_blocks,
-    ),
-    Rule(
-        "block-scales",
-        "scales of FP8 are numbers, not the bytes of E8M0 in U8",
-        "no parameter for scales has that dtype",
-        {
-            "vLLM": "model_executor/layers/quantization/utils/fp8_utils.py: create_fp8_scale_parameter",
-            "SGLang": "srt/layers/quantization/fp8.py: Fp8LinearMethod.create_weights",
-        },
-        "Convert it with quantkit, which writes such scales in FP32.",
-        lambda facts, module: module.scales is not None,
-        _bytes_of_scales,
-    ),
-    Rule(
-        "experts-apart",
-        "experts are stored one by one, or as experts.gate_up_proj.weight and experts.down_proj.weight",
-        "what is called experts.gate_up_proj alone has no parameter, and the load stops",
-        {"vLLM": "model_executor/models/deepseek_v2.py, glm4_moe.py: load_weights"},
-        "Convert it with quantkit, which writes experts one by one; --bf16 changes no number.",
-        lambda facts, module: module.name.role is Role.ROUTED_EXPERT,
-        _within,
-    ),
-    Rule(
-        "mtp-kv-scales",
-        "no scale of a KV cache is in an MTP layer of GLM-5.x or DeepSeek-V3.2",
-        "the class of the draft model on CUDA has no parameter for it, and stops",
-        {"vLLM": "models/deepseek_v32/nvidia/mtp.py: load_weights"},
-        "Take these tensors out, or convert with --mtp drop.",
-        lambda facts, module: (
-            facts.model_type in _DSA
-            and facts.is_mtp(module)
-            and (module.name.leaf in KV_SCALES or module.projection == "kv_a_proj_with_mqa")
-        ),
-        _mtp_kv_scale,
-    ),
-    Rule(
-        "router-bias",
-        "the router's correction bias is FP32",
-        "in BF16, GLM-5.2's values fall together and other experts are chosen",
-        dict(
-            zip(BOTH, ("models/deepseek_v32/nvidia/model.py: MoE", "srt/models/deepseek_v2.py: MoEGate"), strict=True)
-        ),
-        "Convert from a source that holds it in FP32.",
-        lambda facts, module: module.name.role is Role.ROUTER_BIAS,
-        _router_bias,
-        Status.WARNING,
     ),
 )
