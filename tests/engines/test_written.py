@@ -16,7 +16,11 @@ ENGINES = {"vLLM": vllm_jobs, "SGLang": sglang_jobs}
 REFUSED = {  # their experts are INT4 already
     (toy, way) for toy in ("kimi-k2-thinking-int4", "kimi-k2.5-int4") for way in ("int4", "int4-signed", "int4-bf16")
 }
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS = {
+    ("glm-5.2-fused3d--source", "vLLM"): "no rule yet: the names of experts in 3-D tensors, experts.down_proj",
+    ("glm-5.2-fp8_block_u8--source", "vLLM"): "no rule yet: U8 scales of FP8 blocks are taken for numbers",
+    ("glm-5.2-fp8_block_u8--source", "SGLang"): "no rule yet: U8 scales of FP8 blocks are refused",
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def test_the_rule_book_agrees(loaded: Loaded) -> None:
         )
     ]
 
-    assert {row[:2] for row in found} == set(EXCEPTIONS), found
+    assert {row[:2] for row in found} == set(EXCEPTIONS), "\n".join(map(str, found))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ class Verdict(StrEnum):
     BROKEN = "broken"  # does not load, or a parameter is wrong, unwritten or not taken
 
 
-NOT_SEEN = {  # rules about what loading on a CPU does not show
-    "int4-tiles": "the tiles of a kernel, and no kernel is run",
-    "kv-scales": "what an attention backend does with a scale that is loaded or left out",
+NOT_SEEN = {  # (engine, rule) that loading on a CPU does not show, and what it is about
+    ("SGLang", "int4-tiles"): "the tiles of a kernel, and no kernel is run",
+    ("SGLang", "kv-scales"): "the attention backends that heed a scale; loading it goes well",
 }
 _OF_STATUS = {"not ok": Verdict.BROKEN, "needs a flag": Verdict.FLAG}
 
@@ -33,6 +33,9 @@ class Disagreement(NamedTuple):
     engine: str
     said: str
     happened: str
+
+    def __str__(self) -> str:
+        return f"{self.case}, {self.engine}: said {self.said}; happened {self.happened}"
 
 
 def happened(reports: Reports, jobs: Iterable[Job]) -> tuple[Verdict, str]:
@@ -53,7 +56,7 @@ def said(folder: Path, engine: str, ranks: int = 1) -> tuple[Verdict, str]:
         results = check_compatibility(folder, tp=ranks).results
     except QuantkitError as error:  # it is refused as a whole
         return Verdict.BROKEN, f"{type(error).__name__}: {error}"
-    ours = [result for result in results if result.engine == engine and result.rule not in NOT_SEEN]
+    ours = [result for result in results if result.engine == engine and (engine, result.rule) not in NOT_SEEN]
     found = [(result.rule, _OF_STATUS[result.status]) for result in ours if result.status in _OF_STATUS]
     worst = max((verdict for _, verdict in found), key=list(Verdict).index, default=Verdict.LOADS)
     return worst, ", ".join(sorted({rule for rule, verdict in found if verdict is worst}))
