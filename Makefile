@@ -1,5 +1,6 @@
 # make demo   set up, convert the embedded checkpoint, verify it, and compare it with its source
 # make test   set up and pass the tests, in WORKERS processes (2 by default)
+# make test-engines  the same with vLLM's and SGLang's own loaders (tests/engines), which `make engines-env` installs
 # make lint   ruff and mypy
 # make bench  weight errors, and conversion speed against the disk's on made-up GLM shards (SIZE_GB=4 by default);
 #             PEERS=1 installs llm-compressor and AutoRound and compares with them (minutes)
@@ -7,12 +8,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+ENGINES := build/engines
+ENGINES_READY := $(ENGINES)/.ready
 MODEL := tests/fixtures/glm-tiny-fp8
 OUT := build/demo
 SIZE_GB ?= 4
 WORKERS ?= 2
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test engines-env test-engines lint bench
 
 setup: $(READY)
 
@@ -30,7 +33,22 @@ demo: setup
 	$(BIN)/quantkit eval $(OUT)/int4 --baseline $(OUT)/bf16 --text $(MODEL)/heldout.txt
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/engines
+
+engines-env: $(ENGINES_READY)
+
+# The engines have an interpreter of their own, as they pin what the project has newer. It sees the project's packages
+# (torch, transformers) behind its own, by a path that is written last, so that pip meets none of them.
+$(ENGINES_READY): tests/engines/requirements.txt $(READY)
+	rm -rf $(ENGINES)
+	$(BIN)/python -m venv --without-pip $(ENGINES)
+	$(BIN)/python -m pip --python $(ENGINES)/bin/python install --quiet --no-deps --requirement $<
+	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
+	  > $$(echo $(ENGINES)/lib/python3.*/site-packages)/project.pth
+	touch $@
+
+test-engines: engines-env
+	QUANTKIT_ENGINES=required OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines
 
 lint: setup
 	$(BIN)/ruff check

@@ -9,7 +9,7 @@ import json
 import re
 import zlib
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -130,7 +130,10 @@ def storage_of(name: str) -> Storage:
     return STORAGES[name.rpartition("-")[2]]
 
 
-def config_of(name: str) -> dict[str, Any]:
+Changes = Mapping[str, Any]  # to a family's small numbers
+
+
+def config_of(name: str, changes: Changes | None = None) -> dict[str, Any]:
     """The config.json of the checkpoint `name`: the published keys, small numbers, the storage's quantization."""
     family, storage = family_of(name), storage_of(name)
     config: dict[str, Any] = json.loads((CONFIGS / f"{family.config}.json").read_text())
@@ -139,7 +142,7 @@ def config_of(name: str) -> dict[str, Any]:
         config |= {**_TOKENS, "projection_hidden_size": _TOWER["hidden_size"]}
     text: dict[str, Any] = config.get("text_config", config)
     text.pop("quantization_config", None)
-    text.update(family.changes)
+    text.update({**family.changes, **(changes or {})})
     config.pop("torch_dtype", None)
     text["dtype"] = storage.dtype
     if storage.quantization is not None:
@@ -147,10 +150,10 @@ def config_of(name: str) -> dict[str, Any]:
     return config
 
 
-def specs_of(name: str) -> tuple[TensorSpec, ...]:
+def specs_of(name: str, changes: Changes | None = None) -> tuple[TensorSpec, ...]:
     """The tensors of the checkpoint `name`: the inventory's, with what no config tells."""
     storage = storage_of(name)
-    specs = [tensor.spec for tensor in inventory(name, json.dumps(config_of(name))).tensors.values()]
+    specs = [tensor.spec for tensor in inventory(name, json.dumps(config_of(name, changes))).tensors.values()]
     if storage.experts != "apart":
         specs = list(fuse_experts(specs, storage.experts == "transposed"))
     return tuple(
@@ -177,13 +180,13 @@ def fuse_experts(specs: Iterable[TensorSpec], transposed: bool = False) -> Itera
 # --- writing
 
 
-def write_family(folder: Path, name: str, seed: int = 0) -> Path:
+def write_family(folder: Path, name: str, seed: int = 0, changes: Changes | None = None) -> Path:
     """Write the checkpoint `name` into the new `folder`: shards, index, config, side files; a seed's bytes are its own.
 
     Its weights are near N(0, 0.02), its norms near 1; FP8 bytes are no NaN, and scales are positive.
     """
     folder.mkdir(parents=True)
-    specs = {spec.name: spec for spec in specs_of(name)}
+    specs = {spec.name: spec for spec in specs_of(name, changes)}
     shards = _shards(tuple(specs.values()), family_of(name).scattered)
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
@@ -192,7 +195,7 @@ def write_family(folder: Path, name: str, seed: int = 0) -> Path:
         weight_map |= {spec.name: file for spec in shard}
     index = {"metadata": {"total_size": sum(map(_nbytes, specs.values()))}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(config_of(name), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config_of(name, changes), indent=2) + "\n")
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}\n')
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}\n")
     return folder
