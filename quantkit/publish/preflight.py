@@ -159,7 +159,8 @@ def _read_gate(folder: Path, paths: Mapping[str, Path], files: Mapping[str, File
 
 def _digests(folder: Path, files: Mapping[str, File]) -> frozenset[str]:
     """Under which the gate may know the checkpoint."""
-    return earlier_digests(files, _manifest_of(folder).respelled) | {digest_of(files)}
+    manifest = read_manifest(folder)
+    return earlier_digests(files, manifest.respelled if manifest else ()) | {digest_of(files)}
 
 
 # --- the Hub

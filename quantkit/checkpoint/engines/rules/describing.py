@@ -21,6 +21,7 @@ _MODELOPT = {
 }
 _WORDS = ("num_bits", "type", "strategy", "group_size", "block_structure")
 _TOWER_SIZE = 1152  # of Kimi K2.5, where vision_config has no hidden_size; vt_hidden_size is not read
+_NAMED_BY_TYPE = ("llama",)  # what vLLM takes without architectures: LlamaModel is one of its names for the class
 _NUMBERED_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\*?")
 
 
@@ -97,7 +98,8 @@ def _experts_target(facts: Facts, module: Module, engine: str, ranks: int) -> st
 
 
 def _no_architecture(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    if facts.whole is None or facts.whole.get("architectures"):
+    known = engine == "vLLM" and facts.model_type in _NAMED_BY_TYPE
+    if facts.whole is None or facts.whole.get("architectures") or known:
         return None
     result = "builds an embedding model without a head" if engine == "vLLM" else "stops"
     return f"comes with a config.json that names no architectures: {engine} {result}"

@@ -106,7 +106,22 @@ def _heads(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
     return None
 
 
+def _experts(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    experts = int(facts.config.get("n_routed_experts") or ranks)
+    return f"is one of {experts} experts, which are fewer than {ranks} ranks" if experts < ranks else None
+
+
 RULES = (
+    Rule(
+        "experts",
+        "there are no fewer routed experts than ranks",
+        "tensor parallelism over more ranks is refused, though it cuts each expert and shares out none",
+        {"SGLang": "srt/models/deepseek_v2.py, glm4_moe.py: DeepseekV2MoE, Glm4MoeSparseMoeBlock"},
+        "Serve it on fewer ranks.",
+        lambda facts, module: module.name.role is Role.ROUTED_EXPERT and is_linear(module),
+        _experts,
+        shared=_shared,
+    ),
     Rule(
         "heads",
         "ranks divide the attention heads, and cached heads divide the ranks or the other way round",

@@ -110,14 +110,14 @@ RULES = (
     ),
     Rule(
         "mtp-kv-scales",
-        "no scale of a KV cache is in an MTP layer of GLM-5.x or DeepSeek-V3.2",
-        "the class of the draft model on CUDA has no parameter for it, and stops",
-        {"vLLM": "models/deepseek_v32/nvidia/mtp.py: load_weights"},
+        "no scale of a KV cache is in an MTP layer of GLM-5.x, GLM-4.5 to 4.7 or DeepSeek-V3.2",
+        "the class of the draft model (of GLM-5.x and DeepSeek-V3.2, on CUDA) has no parameter for it, and stops",
+        {"vLLM": "models/deepseek_v32/nvidia/mtp.py, model_executor/models/glm4_moe_mtp.py: load_weights"},
         "Take these tensors out, or convert with --mtp drop.",
         lambda facts, module: (
-            facts.model_type in _DSA
+            facts.model_type in (*_DSA, "glm4_moe")
             and facts.is_mtp(module)
-            and (module.name.leaf in KV_SCALES or module.projection == "kv_a_proj_with_mqa")
+            and (module.name.leaf in KV_SCALES or module.projection in ("kv_a_proj_with_mqa", "k_proj"))
         ),
         _mtp_kv_scale,
     ),
