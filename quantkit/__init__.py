@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantkit.calibration import calibrate
     from quantkit.conversion import Options, convert, preview
+    from quantkit.conversion.respelling import respell
     from quantkit.errors import QuantkitError
     from quantkit.eval.gate import evaluate
     from quantkit.folding import fold
@@ -41,6 +42,7 @@ __all__ = [
     "plan_phases",
     "plan_serving",
     "preview",
+    "respell",
     "verify",
 ]
 
@@ -61,6 +63,7 @@ _HOMES = {
     "plan_phases": "serving.phases",
     "plan_serving": "serving.fit",
     "preview": "conversion",
+    "respell": "conversion.respelling",
     "verify": "verification",
 }
 

@@ -44,7 +44,7 @@ def show(report: Report, *, as_json: bool) -> None:
         else:
             _SHOWN_BY.get(type(report), _show_tables)(report)
     for warning in getattr(report, "warnings", ()):
-        _ERR.print(f"[yellow]warning:[/] {escape(warning)}")
+        warn(warning)
 
 
 @contextmanager
@@ -58,6 +58,11 @@ def _written_to_stdout() -> Iterator[None]:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left need not fail again at the exit
         raise OutputError(f"stdout cannot be written: {error.strerror}", hint="Send it to another place.") from error
+
+
+def warn(what: str) -> None:
+    """Print on stderr what should be known, and is no error."""
+    _ERR.print(f"[yellow]warning:[/] {escape(what)}")
 
 
 def tell(what: str) -> None:

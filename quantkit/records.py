@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Any, Self, cast, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
+R = TypeVar("R")
 SCHEMA_VERSION = 1
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SHOWN = 60  # characters of a value that is wrong
@@ -49,6 +50,11 @@ class Report:
         if (version := content.pop("schema_version", None)) != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version}, and {SCHEMA_VERSION} is understood")
         return cast(Self, _build(cls, content, ""))
+
+
+def read_record(kind: type[R], content: Any) -> R:
+    """The dataclass `kind` out of what `asdict` made of one; ValueError, naming the field, if it is none."""
+    return cast(R, _build(kind, content, ""))
 
 
 def parse_json(text: str) -> Any:

@@ -24,7 +24,7 @@ def write(folder: Path, *shards: Tensors, **config: Any) -> Path:
         save_file({name: tensor.contiguous() for name, tensor in shard.items()}, folder / file)
         weight_map |= dict.fromkeys(shard, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    config = {"model_type": "llama", "num_hidden_layers": 1, **config}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, **config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 

@@ -69,6 +69,7 @@ class Case:
     unequal: dict[str, str] | None = None
     ranks: int | None = None
     folded: bool = False
+    whole: dict[str, Any] | None = None
 
     def judgements(self) -> dict[str, Judgement]:
         """What the rule says, by engine."""
@@ -77,7 +78,7 @@ class Case:
             four_bits = any(entry.format and entry.format.encoding is not Encoding.FP8 for entry in self.modules)
             quantization = described(self.modules) if four_bits else None
         known = MLA | self.config, quantization, LAYERS, self.signed, self.unequal
-        facts = Facts(tuple(self.modules), *known, folded=self.folded)
+        facts = Facts(tuple(self.modules), *known, folded=self.folded, whole=self.whole)
         return {found.engine: found for found in judge(facts, self.ranks) if found.rule.id == self.rule}
 
 

@@ -51,6 +51,7 @@ _MLA = {  # 160 rows of kv_a and q_b, 224 of kv_b: no multiples of 128
     "v_head_dim": 64,
 }
 _GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_V32 = {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
 _DSA = {"index_n_heads": 2, "index_head_dim": 64, "index_topk": 16}
 _SHARED_INDEXERS = {
     "indexer_types": ["full", "shared"],
@@ -66,8 +67,7 @@ _VISION = {  # transformers leaves the prefix away
     **_TOWER,
     "text_hidden_size": 128,
     "patch_size": 4,
-    "pos_emb_height": 4,
-    "pos_emb_width": 4,
+    **{f"{prefix}pos_emb_{side}": 4 for prefix in ("", "init_") for side in ("height", "width")},  # init_: SGLang
 }
 
 
@@ -95,9 +95,7 @@ FAMILIES = {
     "glm-4.5-air": Family("glm-4.5-air", {**_MOE, **_GQA}, ("bf16", "fp8_channel")),
     "glm-4.7-flash": Family("glm-4.7-flash", {**_MLA, "num_nextn_predict_layers": 1}, ("bf16",)),
     "deepseek-v3": Family("deepseek-v3", {**_MLA, "n_group": 2, "topk_group": 1}, ("fp8_block", "fp8_block_ue8m0")),
-    "deepseek-v3.2": Family(
-        "deepseek-v3", {**_MLA, **_DSA, "n_group": 2, "topk_group": 1, "model_type": "deepseek_v32"}, ("fp8_block",)
-    ),
+    "deepseek-v3.2": Family("deepseek-v3", {**_MLA, **_DSA, "n_group": 2, "topk_group": 1, **_V32}, ("fp8_block",)),
     "kimi-k2-instruct": Family("kimi-k2-instruct", _MLA, ("fp8_block",)),
     "kimi-k2-thinking": Family("kimi-k2-thinking", _MLA, ("int4",)),
     "kimi-k2.5": Family("kimi-k2.5", _MLA, ("int4",), scattered=True),

@@ -7,6 +7,7 @@
 
     GET        /api/models/{id}/revision/{revision}    what a revision is: its commit and files
     GET        /api/models/{id}/tree/{revision}        its files with sizes and hashes
+    POST       /api/models/{id}/paths-info/{revision}  those of its files that are asked for
     HEAD, GET  /{id}/resolve/{revision}/{path}         a file, whole or from a byte on
 
 A request is answered by the row of `Handler.routes` that it matches; `hub_uploads.py` adds those for writing. Refusals
@@ -25,7 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".bin")
 _LFS_POINTER_BYTES = 134
@@ -91,7 +92,10 @@ class Request:
 
 @dataclass
 class Fault:
-    """What happens to requests: a status, an answer cut after `keep` bytes, or, without either, no answer at all."""
+    """What happens to requests: a status, an answer cut after `keep` bytes, or, without either, no answer at all.
+
+    flip  a bit of the answer's last byte
+    """
 
     ending: str
     method: str | None
@@ -100,6 +104,7 @@ class Fault:
     left: int
     headers: dict[str, str] = field(default_factory=dict)
     skip: int = 0
+    flip: bool = False
 
 
 @dataclass
@@ -172,6 +177,10 @@ class HubServer:
         """Send `keep` bytes of the next `times` bodies of a path that ends in `ending`, then close the connection."""
         self._state.faults.append(Fault(ending, method, None, keep, times))
 
+    def flip(self, ending: str, *, times: int = 1) -> None:
+        """Flip a bit in the next `times` bodies of a path that ends in `ending`; their sizes are right."""
+        self._state.faults.append(Fault(ending, "GET", None, sys.maxsize, times, flip=True))
+
     def hang_up(self, ending: str, *, method: str, times: int = 1) -> None:
         """Close the connection of the next `times` requests whose path ends in `ending` while they are being sent."""
         self._state.faults.append(Fault(ending, method, None, None, times))
@@ -241,6 +250,11 @@ class Handler(BaseHTTPRequestHandler):
         if repository := self._find(repo, revision):
             self._send_json([file.entry() for file in repository.files.values()])
 
+    def paths_info(self, repo: str, revision: str) -> None:
+        if repository := self._find(repo, revision):
+            asked = parse_qs(self.body.decode())["paths"]
+            self._send_json([repository.files[name].entry() for name in asked if name in repository.files])
+
     def resolve(self, repo: str, revision: str, name: str) -> None:
         repository = self._find(repo, revision)
         if repository is None:
@@ -292,6 +306,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.fault and self.fault.status is None:
             body = body[: self.fault.keep]
+            body = body[:-1] + bytes([body[-1] ^ 1]) if self.fault.flip else body
             self.close_connection = True
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -302,6 +317,7 @@ REVISION = r"(?P<revision>[^/]+)"
 Handler.routes = (
     ("GET", re.compile(rf"/api/models/{REPO}/revision/{REVISION}"), Handler.revision),
     ("GET", re.compile(rf"/api/models/{REPO}/tree/{REVISION}"), Handler.tree),
+    ("POST", re.compile(rf"/api/models/{REPO}/paths-info/{REVISION}"), Handler.paths_info),
     ("HEAD", re.compile(rf"/{REPO}/resolve/{REVISION}/(?P<name>.+)"), Handler.resolve),
     ("GET", re.compile(rf"/{REPO}/resolve/{REVISION}/(?P<name>.+)"), Handler.resolve),
 )

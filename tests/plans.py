@@ -16,6 +16,7 @@ from quantkit.recipe import Recipe, parse_recipe
 
 # one dense layer, two sparse ones and the MTP layer; every width is a multiple of 128, kv_a_proj_with_mqa has 144 rows
 TOY: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
     "num_hidden_layers": 3,
     "num_nextn_predict_layers": 1,
@@ -50,7 +51,7 @@ def toy(**changes: Any) -> Source:
 def make_source(shards: Mapping[str, Iterable[TensorSpec]], **config: Any) -> Source:
     """The headers of a checkpoint with the given tensors in each shard."""
     tensors = {place.spec.name: place for shard, specs in shards.items() for place in lay_out(specs, shard)[1]}
-    config = {"model_type": "glm_moe_dsa", "num_hidden_layers": 1, **config}
+    config = {"architectures": TOY["architectures"], "model_type": "glm_moe_dsa", "num_hidden_layers": 1, **config}
     return Source("toy", None, json.dumps(config), tensors)
 
 

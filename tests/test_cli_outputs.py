@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,11 @@ def test_existing_output_is_refused(quantkit: Runner, toy: Path, toy_int4: Path,
     assert tree(tmp_path) == before
 
 
-def test_overwrite_replaces_an_own_output(quantkit: Runner, toy: Path, toy_int4: Path, tmp_path: Path) -> None:
-    """--overwrite leaves nothing of the earlier output: the folder is as if it had been empty."""
-    quantkit("convert", toy, "--bf16", "-o", tmp_path / "output")
-    (tmp_path / "output" / "left-over.safetensors").write_bytes(b"old")
+def test_overwrite_replaces_an_own_output(
+    quantkit: Runner, toy: Path, toy_int4: Path, make_toy: Callable[..., Path], tmp_path: Path
+) -> None:
+    """--overwrite leaves nothing of the earlier output, which had more shards: as if the folder had been empty."""
+    quantkit("convert", make_toy(num_shards=5), "--bf16", "-o", tmp_path / "output")
 
     result = quantkit("convert", toy, "-o", tmp_path / "output", "--overwrite")
 

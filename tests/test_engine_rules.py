@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,10 @@ FP8_LINEAR = {
 CLASS_OF_INT4 = retargeted(EXPERTS, "Linear")  # as quantkit 0.1 wrote it before FP8 blocks
 MTP_INT4 = modules("layers.78.mlp.experts.0", MLP, "int4 g=32")
 FULL_KV = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+PATCHES = module("vision_tower.patch_embed.proj", shape=(16, 3, 2, 2))
+FUSED = replace(module(DOWN), within="layers.3.mlp.experts.down_proj")
+PACKED_SHARED = modules("layers.3.mlp.shared_experts", MLP, "int4 g=32")
+Q_PROJ, GQA = module("layers.0.self_attn.q_proj"), {"num_attention_heads": 24, "kv_lora_rank": None}
 REGEX_ONLY = (r"re:.*mlp\.experts\..*",)
 CASES = [
     Case("fused-partners", both(OK), modules("layers.0.mlp", MLP)),
@@ -87,6 +92,61 @@ CASES = [
     Case(
         "shared-globals", both(BROKEN), NVFP4_EXPERTS, unequal={"model.layers.3.mlp.experts.0.gate_up_proj": "1 and 2"}
     ),
+    Case("merged-blocks", sglang(OK), [*EXPERTS, *modules("layers.0.mlp", MLP, "fp8 128x128")]),
+    Case("merged-blocks", sglang(OK), [*NVFP4_EXPERTS, *modules("layers.0.mlp", MLP, "fp8 128x128")]),
+    Case("merged-blocks", sglang(NEITHER), [*EXPERTS, module("layers.0.mlp.down_proj", "fp8 128x128")]),
+    Case("merged-blocks", sglang(NEITHER), [*EXPERTS, *modules("layers.0.mlp", MLP, "fp8 channel")]),
+    Case(
+        "merged-blocks",
+        sglang(NEITHER),
+        modules("layers.0.mlp", MLP, "fp8 128x128"),
+        quantization={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+    Case("merged-blocks", sglang(BROKEN), modules("layers.0.mlp", MLP, "fp8 64x64"), quantization=FP8_LINEAR),
+    Case("merged-blocks", sglang(BROKEN), modules("layers.0.mlp", MLP, "fp8 128x128"), quantization=CLASS_OF_INT4),
+    Case(
+        "merged-blocks",
+        sglang(BROKEN),
+        modules("layers.0.self_attn", ("q_proj", "k_proj", "v_proj"), "fp8 128x128"),
+        quantization=CLASS_OF_INT4,
+    ),
+    Case("block-scales", both(NEITHER), [module(O_PROJ, "fp8 128x128")]),
+    Case("block-scales", both(OK), [replace(module(O_PROJ, "fp8 128x128"), scales="F32")]),
+    Case("block-scales", both(BROKEN), [replace(module(O_PROJ, "fp8 128x128"), scales="U8")]),
+    Case("experts-apart", both(OK), [module(DOWN)]),
+    Case("experts-apart", {"vLLM": BROKEN, "SGLang": OK}, [FUSED]),
+    Case("experts-apart", {"vLLM": OK, "SGLang": BROKEN}, [FUSED], {"model_type": "glm4_moe"}),
+    Case("experts-apart", both(BROKEN), [FUSED], {"model_type": "glm4_moe_lite"}),
+    Case("experts-apart", both(BROKEN), [replace(FUSED, turned=True)]),
+    Case("experts-apart", both(BROKEN), [replace(FUSED, within=f"{FUSED.within}.weight")]),
+    Case("mtp-kv-scales", {"vLLM": OK}, modules("layers.78.self_attn", QKV_A)),
+    Case("mtp-kv-scales", {"vLLM": NEITHER}, [module("layers.3.self_attn.k_proj", "f32", (), "k_scale")]),
+    Case("mtp-kv-scales", {"vLLM": BROKEN}, [module("layers.78.self_attn.k_proj", "f32", (), "k_scale")]),
+    Case(
+        "mtp-kv-scales",
+        {"vLLM": NEITHER},
+        [module("layers.78.self_attn.k_proj", "f32", (), "k_scale")],
+        {"model_type": "deepseek_v3"},
+    ),
+    Case("architectures", both(OK), [module("embed_tokens")], whole={"architectures": ["GlmMoeDsaForCausalLM"]}),
+    Case("architectures", both(BROKEN), [module("embed_tokens")], whole={"architectures": None}),
+    Case("architectures", both(BROKEN), [module("embed_tokens")], whole={}),
+    Case("architectures", both(NEITHER), [module("embed_tokens")]),
+    Case("architectures", both(NEITHER), [module("layers.78.embed_tokens")], whole={}),
+    Case("vision-sizes", both(OK), [PATCHES], whole={"vision_config": {"hidden_size": 16}}),
+    Case("vision-sizes", both(BROKEN), [PATCHES], whole={"vision_config": {"vt_hidden_size": 16}}),
+    Case("vision-sizes", both(OK), [replace(PATCHES, shape=(1152, 3, 14, 14))], whole={"vision_config": {}}),
+    Case("vision-sizes", both(NEITHER), [replace(PATCHES, name=replace(PATCHES.name, leaf="bias"))], whole={}),
+    Case("shared-experts-apart", sglang(OK), SHARED, {"model_type": "glm4_moe"}),
+    Case("shared-experts-apart", sglang(NEITHER), PACKED_SHARED),
+    Case("shared-experts-apart", sglang(WARNING), PACKED_SHARED, {"model_type": "glm4_moe"}),
+    Case("heads", both(OK), [module("layers.0.self_attn.q_b_proj")], {"num_attention_heads": 64}, ranks=8),
+    Case("heads", both(BROKEN), [module("layers.0.self_attn.q_b_proj")], {"num_attention_heads": 20}, ranks=8),
+    Case("heads", both(WARNING), [module("layers.0.self_attn.q_b_proj")], {"num_attention_heads": 20}),
+    Case("heads", both(OK), [Q_PROJ], {**GQA, "num_key_value_heads": 2}, ranks=8),
+    Case("heads", both(BROKEN), [Q_PROJ], {**GQA, "num_key_value_heads": 3}, ranks=8),
+    Case("heads", both(OK), [Q_PROJ], {**GQA, "num_key_value_heads": None}, ranks=8),
+    Case("heads", both(NEITHER), [module(O_PROJ)], {"num_attention_heads": 20}, ranks=8),
     Case("router-bias", both(OK), [module("layers.3.mlp.gate", "f32", leaf="e_score_correction_bias")]),
     Case("router-bias", both(WARNING), [module("layers.3.mlp.gate", "bf16", leaf="e_score_correction_bias")]),
     Case("mtp-prefix", sglang(OK), [*EXPERTS, *MTP_INT4, module("layers.78.self_attn.o_proj")]),
@@ -264,6 +324,18 @@ def test_experts_are_counted_and_the_first_is_named() -> None:
 
     assert (found.modules, found.module) == (1024, f"model.{names[0]}")
     assert found.text.startswith(f"model.{names[0]} (and 1,023 more) has groups of 64")
+
+
+def test_every_expert_is_judged_by_its_own_global_scales() -> None:
+    """Experts look alike but for their scales: of eight, the two whose partners have others are named and counted."""
+    names = [f"layers.3.mlp.experts.{number}.{part}" for number in range(8) for part in MLP]
+    unequal = {f"model.layers.3.mlp.experts.{number}.gate_up_proj": "1 and 2" for number in (3, 5)}
+    found = Case(
+        "shared-globals", both(BROKEN), [module(name, "nvfp4") for name in names], unequal=unequal
+    ).judgements()
+
+    assert {judgement.status for judgement in found.values()} == {Status.BROKEN}
+    assert {(judgement.modules, judgement.module) for judgement in found.values()} == {(4, f"model.{names[9]}")}
 
 
 def test_the_smallest_number_of_ranks_that_fails_is_told() -> None:

@@ -88,12 +88,13 @@ def test_fits_into_seven_megabytes() -> None:
 
 
 def test_config_has_the_publishers_keys(config: dict[str, Any]) -> None:
-    """The keys are those of Kimi K2.5; the quantization settings too, and YaRN's but its lengths."""
+    """The keys are those of Kimi K2.5; the quantization settings too, and YaRN's but its lengths. The tower's sizes,
+    which are not the published ones, also stand under the names that engines read."""
     published = json.loads((FIXTURES / "configs" / "kimi-k2.5.json").read_text())
     assert config.keys() == published.keys()
     text, wanted = config["text_config"], published["text_config"]
     assert text.keys() == wanted.keys()
-    assert config["vision_config"].keys() == published["vision_config"].keys()
+    assert config["vision_config"].keys() > published["vision_config"].keys()
     assert text["quantization_config"] == wanted["quantization_config"]
     lengths = {"factor": 8.0, "original_max_position_embeddings": 256}
     assert text["rope_scaling"] == wanted["rope_scaling"] | lengths

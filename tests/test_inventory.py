@@ -13,6 +13,7 @@ from quantkit.errors import SourceError
 
 # A GLM with a ragged block in every place where one can be: one dense layer, two sparse ones and the MTP layer.
 TOY: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
     "num_hidden_layers": 3,
     "num_nextn_predict_layers": 1,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -38,7 +39,9 @@ def whole(source: Path, tmp_path: Path) -> dict[str, bytes]:
     return contents(tmp_path / "whole")
 
 
-def interrupt(source: Path, output: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt(
+    source: Path, output: Path, shards: int, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False
+) -> None:
     """Run a conversion that breaks off when `shards` shards are finished, as a kill would: nothing is cleaned up."""
 
     class Killed(BaseException):
@@ -58,7 +61,7 @@ def interrupt(source: Path, output: Path, shards: int, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", add_and_break)
         with pytest.raises(Killed):
-            quantkit.convert(source, output)
+            quantkit.convert(source, output, resume=resume)
 
 
 @pytest.mark.parametrize("shards", [0, 1, 4, 5])
@@ -182,7 +185,14 @@ def test_torn_journal_line_is_left_out(
     assert contents(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 100)])
+def zero_the_tail(path: Path) -> None:
+    """Lose the end of a file, as a disk does whose cache was not flushed; its size stays."""
+    size = path.stat().st_size
+    os.truncate(path, size - 100)
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 100), change_a_byte, zero_the_tail])
 def test_lost_output_is_made_again(
     source: Path,
     whole: dict[str, bytes],
@@ -190,13 +200,81 @@ def test_lost_output_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[Path], None],
 ) -> None:
-    """A finished shard that is gone or has another size is converted again, whatever the journal says."""
+    """A finished shard that is gone or not what the run wrote is named and converted again, with the same bytes."""
     interrupt(source, tmp_path / "out", 3, monkeypatch)
     damage(tmp_path / "out" / "model-00002-of-00006.safetensors")
+    warnings: list[str] = []
+
+    quantkit.convert(source, tmp_path / "out", resume=True, trust_source=True, warn=warnings.append)
+
+    assert contents(tmp_path / "out") == whole
+    assert len(warnings) == 1
+    assert warnings[0].startswith("model-00002-of-00006.safetensors is not what the interrupted run wrote")
+
+
+def spoil(entry: dict[str, Any], **changes: object) -> dict[str, Any]:
+    return {**entry, **changes}
+
+
+SPOILED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another sha256": lambda entry: spoil(entry, sha256="0" * 64),
+    "sha256 in capitals": lambda entry: spoil(entry, sha256=entry["sha256"].upper()),
+    "a short sha256": lambda entry: spoil(entry, sha256=entry["sha256"][:-1]),
+    "no sha256": lambda entry: spoil(entry, sha256=None),
+    "size as text": lambda entry: spoil(entry, nbytes=str(entry["nbytes"])),
+    "another size": lambda entry: spoil(entry, nbytes=entry["nbytes"] + 1),
+    "another shard": lambda entry: spoil(entry, shard="../toy/model-00002-of-00006.safetensors"),
+    "sources as a list": lambda entry: spoil(entry, sources=list(entry["sources"])),
+    "no sources": lambda entry: spoil(entry, sources={}),
+    "a source without a sha256": lambda entry: spoil(entry, sources=dict.fromkeys(entry["sources"], "")),
+    "counts of text": lambda entry: spoil(entry, counts={"clamped": "many"}),
+    "a field too many": lambda entry: spoil(entry, more=1),
+    "a field too few": lambda entry: {name: value for name, value in entry.items() if name != "sources"},
+}
+
+
+@pytest.mark.parametrize("change", SPOILED.values(), ids=SPOILED)
+def test_journal_line_that_does_not_fit_ends_the_journal(
+    source: Path,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    """What a line claims is believed only if it can be true; shards from there on are made again."""
+    interrupt(source, tmp_path / "out", 4, monkeypatch)
+    path = tmp_path / "out" / ".quantkit" / "journal.jsonl"
+    lines = path.read_text().splitlines()
+    lines[2] = json.dumps(change(json.loads(lines[2])))
+    path.write_text("\n".join(lines) + "\n")
 
     quantkit.convert(source, tmp_path / "out", resume=True)
 
     assert contents(tmp_path / "out") == whole
+
+
+def test_shard_that_was_made_again_counts_once(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is interrupted again after it made a damaged shard anew goes on from the new one."""
+    interrupt(source, tmp_path / "out", 3, monkeypatch)
+    change_a_byte(tmp_path / "out" / "model-00001-of-00006.safetensors")
+    interrupt(source, tmp_path / "out", 1, monkeypatch, resume=True)
+    warnings: list[str] = []
+
+    quantkit.convert(source, tmp_path / "out", resume=True, warn=warnings.append)
+
+    assert contents(tmp_path / "out") == whole
+    assert warnings == []
+
+
+def test_side_file_more_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that has got another file is not what the run began with."""
+    interrupt(source, tmp_path / "out", 2, monkeypatch)
+    (source / "tokenizer.model").write_bytes(b"new")
+
+    with pytest.raises(OutputError, match=r"differs in files: tokenizer\.model now alone"):
+        quantkit.convert(source, tmp_path / "out", resume=True)
 
 
 def test_journal_without_a_first_line_starts_anew(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:

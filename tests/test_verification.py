@@ -123,9 +123,12 @@ def test_wrong_total_size_is_found(copy: Path) -> None:
 
 
 def test_interrupted_run_is_found(copy: Path) -> None:
-    """A work folder says that a conversion did not end."""
+    """A work folder says that a conversion did not end; one with nothing but the lock of a run that has, does not."""
     (copy / ".quantkit").mkdir()
+    (copy / ".quantkit" / ".lock").touch()
+    assert quantkit.verify(copy).passed
 
+    (copy / ".quantkit" / "journal.jsonl").write_text("{}\n")
     assert "interrupted" in failed(quantkit.verify(copy))["manifest"]
 
 

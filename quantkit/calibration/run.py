@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from quantkit.calibration.plotting import check_plotting, plot_calibration
 from quantkit.calibration.report import CalibrationReport, LayerCalibration
 from quantkit.calibration.streaming import LayerStream
 from quantkit.checkpoint.identity import identify
-from quantkit.checkpoint.journal import source_binding
+from quantkit.checkpoint.journal import CALIBRATE, Opening, source_binding
 from quantkit.checkpoint.locate import open_model
+from quantkit.checkpoint.lock import check_free, lock
+from quantkit.checkpoint.occupancy import own_run
 from quantkit.checkpoint.source import Source, readable
-from quantkit.checkpoint.writer import WORK_FOLDER, explained, write_whole
+from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, explained, write_whole
 from quantkit.errors import OutputError, UsageError
 from quantkit.models.config import MlaConfig
 from quantkit.models.loading import LayerReader, open_layers
@@ -81,13 +83,17 @@ def calibrate(
     assert source.folder
     if output:
         _check_outside(source.folder, output)
+        check_free(output)
+        _check_output(output, resume, overwrite)
     reader = open_layers(source, options.dtype, _device(options.device))
     if options.per_channel and not isinstance(reader.config.attention, MlaConfig):
         raise UsageError(f"{source.name}: --per-channel is for models with MLA", hint="Leave --per-channel out.")
     data = prepare(source.folder, options.data, reader.config.vocab, reader.config.max_length)
     budget = plan_memory(reader, [len(sequence) for sequence in data.sequences], options.memory)
     with _work(output, resume, overwrite) as folder:
-        layers = _run(reader, data, budget, options, Journal(folder, _binding(source, data, options), resume), progress)
+        opening = Opening(CALIBRATE, frozenset({SCALES_FILE, REPORT_FILE}), _binding(source, data, options))
+        journal = Journal(folder, opening, reader.config.layers, resume)
+        layers = _run(reader, data, budget, journal, per_channel=options.per_channel, progress=progress)
         report = _report(source, reader, data, budget, options, layers, time.monotonic() - started)
         if output:
             write_whole(output / SCALES_FILE, scale_file(report, identify(source)).to_json().encode())
@@ -114,8 +120,9 @@ def _run(
     reader: LayerReader,
     data: CalibrationData,
     budget: Budget,
-    options: Options,
     journal: Journal,
+    *,
+    per_channel: bool,
     progress: Progress,
 ) -> tuple[LayerCalibration, ...]:
     """Every layer, from where the journal ends."""
@@ -123,13 +130,14 @@ def _run(
     advance = progress(sum(sizes))
     done = list(journal.layers)
     advance(sum(sizes[: len(done)]))
+    if len(done) == len(sizes):
+        return journal.layers
     _check_space(journal.folder, data, reader)
     stream = LayerStream(reader, data.sequences, journal.folder, budget, len(done))
     for number in range(len(done), reader.config.layers):
         observation = stream.run()
-        layer = judge(number, observation, reader.config, data.facts.tokens, options.per_channel)
-        stream.keep()
-        journal.add(layer)
+        layer = judge(number, observation, reader.config, data.facts.tokens, per_channel)
+        journal.add(layer, stream.keep())
         stream.advance()
         done.append(layer)
         advance(sizes[number])
@@ -144,27 +152,54 @@ def _check_outside(source: Path, output: Path) -> None:
         raise OutputError(f"{output} lies in the checkpoint {source}", hint="Give -o a folder outside of it.")
 
 
+def _check_output(output: Path, resume: bool, overwrite: bool) -> None:
+    """Raise OutputError for an output in use, unless it is ours and to be gone on with or replaced.
+
+    Other files may lie beside ours: they are never touched.
+    """
+    with explained(output):
+        if output.exists() and not output.is_dir():
+            raise OutputError(f"{output} is a file, and the output is a folder", hint="Choose another one.")
+        run = own_run(output, CALIBRATE)
+        there = [output / name for name in (SCALES_FILE, REPORT_FILE) if os.path.lexists(output / name)]
+        for path in there:
+            if not _is_ours(path):
+                what = f"{path} was not written by quantkit calibrate; it is not overwritten"
+                raise OutputError(what, hint="Give another folder.")
+    if run and not (resume or overwrite):
+        raise OutputError(f"{output}: a run was interrupted here", hint="Go on with --resume, or use --overwrite.")
+    if there and not (overwrite or run):
+        raise OutputError(f"{output} holds scales already", hint="Give another folder, or --overwrite.")
+
+
+def _is_ours(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    kind = KvScaleFile if path.name == SCALES_FILE else CalibrationReport
+    try:
+        kind.from_json(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
+
+
 @contextmanager
 def _work(output: Path | None, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """The folder for hidden states and journal, which goes when the run is finished."""
+    """The folder for hidden states and journal, locked; it goes when the run is finished."""
     if output is None:
         with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
             yield Path(folder)
         return
-    work = output / WORK_FOLDER
-    with explained(output):
+    with lock(output, CALIBRATE.name):
+        _check_output(output, resume, overwrite)
+        folder_of_ours = OutputFolder(output)
         if overwrite:
-            shutil.rmtree(work, ignore_errors=True)
-            for name in (SCALES_FILE, REPORT_FILE):
-                (output / name).unlink(missing_ok=True)
-        if (output / SCALES_FILE).exists():
-            raise OutputError(f"{output} holds scales already", hint="Give another folder, or --overwrite.")
-        if work.exists() and not resume:
-            raise OutputError(f"{output}: a run was interrupted here", hint="Go on with --resume, or use --overwrite.")
-        work.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        yield work
-        stack.callback(shutil.rmtree, work)
+            with explained(output):
+                for name in (SCALES_FILE, REPORT_FILE):
+                    (output / name).unlink(missing_ok=True)
+            folder_of_ours.tidy()
+        yield output / WORK_FOLDER
+        folder_of_ours.tidy()
 
 
 def _binding(source: Source, data: CalibrationData, options: Options) -> dict[str, Any]:

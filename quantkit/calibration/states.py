@@ -6,12 +6,22 @@
 Reads and writes are plain ones: a memory map would count as resident.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
 import torch
 
 from quantkit.errors import OutputError
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file. Raises OutputError for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 class RowFile:
@@ -95,10 +105,11 @@ class HiddenStates:
             self._next = self._open(self.layers + 1)
         self._put(self._next, begin, rows)
 
-    def sync(self) -> None:
-        """Wait until the disk has what the layer wrote."""
+    def sync(self) -> Path:
+        """Wait until the disk has what the layer wrote; the file that has it."""
         assert self._next is not None
         self._next.sync()
+        return self._next.path
 
     def advance(self) -> None:
         """Go on to the next layer; the states before it are deleted."""

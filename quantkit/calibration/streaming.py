@@ -16,7 +16,7 @@ import torch
 from quantkit.calibration.budget import Budget
 from quantkit.calibration.choosing import Sample
 from quantkit.calibration.recording import GQA_PARTS, MLA_PARTS, RecordingCache, pick_positions
-from quantkit.calibration.states import HiddenStates, RowFile
+from quantkit.calibration.states import HiddenStates, RowFile, hash_file
 from quantkit.calibration.statistics import Spread
 from quantkit.models.cache import Step
 from quantkit.models.config import MlaConfig
@@ -116,11 +116,15 @@ class LayerStream:
             self.states.write(begin, x)
         return observation
 
-    def keep(self) -> None:
-        """Wait until the disk has what `run` made; `advance` may follow."""
-        self.states.sync()
+    def keep(self) -> dict[str, str]:
+        """Wait until the disk has what `run` made, and return the sha256 of the files that the next layer begins with;
+        `advance` may follow."""
+        kept, dsa, following = [self.states.sync()], self._reader.config.dsa, self.states.layers + 1
         if self._choices:
             self._choices.sync()
+            if dsa and following < len(dsa.full) and not dsa.full[following]:
+                kept.append(self._choices.path)
+        return {path.name: hash_file(path) for path in kept}
 
     def advance(self) -> None:
         """Go on to the next layer."""

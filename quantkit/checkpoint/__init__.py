@@ -13,4 +13,8 @@ config        how that gets into config.json
 engines       what vLLM, SGLang and transformers accept
 digest        hashes of a checkpoint's files, and one of all that decides what the model says
 writer        the output folder: temporary files, fsync, rename, index, seal
+output        whether a command may write to a folder, and the beginning of its run
+occupancy     what lies in a folder already: whose run or output, and what is nobody's
+journal       what an open run has finished, and whose it is
+lock          one run at a time
 """

@@ -1,11 +1,11 @@
 """The size and sha256 of a checkpoint's files, and one digest of all that decides what the model says."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from quantkit.checkpoint.source import readable
+from quantkit.checkpoint.source import CONFIG_FILE, readable
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import SourceError
 from quantkit.report import File
@@ -27,6 +27,14 @@ def digest_of(files: Mapping[str, File]) -> str:
     """
     lines = sorted(f"{name} {file.sha256} {file.nbytes}\n" for name, file in files.items() if _decides(name))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def earlier_digests(files: Mapping[str, File], respelled: Iterable[File]) -> frozenset[str]:
+    """The digests that a checkpoint of these files had while its config.json was one of `respelled`, of a manifest.
+
+    Each is that of all other files as they are now: whoever has the digest knows that no tensor has changed since.
+    """
+    return frozenset(digest_of({**files, CONFIG_FILE: config}) for config in respelled)
 
 
 def list_files(folder: Path) -> dict[str, Path]:

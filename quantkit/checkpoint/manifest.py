@@ -9,6 +9,13 @@ from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import SourceError
 from quantkit.report import MadeFrom, Manifest
 
+PUBLISHED = "published"  # the name of the recipe of weights that quantkit did not convert, but folded scales into
+
+
+def is_of_others(manifest: Manifest) -> bool:
+    """Whether the files are not quantkit's to remove: it edited them in place, or may have (0.1 did not say)."""
+    return bool(manifest.in_place) or (manifest.in_place is None and manifest.recipe["name"] == PUBLISHED)
+
 
 def read_manifest(folder: Path | None) -> Manifest | None:
     """The manifest in `folder`; None where there is none, as for a checkpoint as published, and for a config alone.

@@ -1,6 +1,6 @@
 """The output folder. Nothing lands under a final name before it is whole and on the disk.
 
-OUT/.quantkit/NAME        a file while it is written, and the journal
+OUT/.quantkit/NAME        a file while it is written, the journal, and the lock
 OUT/NAME                  the same after fsync and rename
 OUT/config.json           last of all: a folder without it does not load, so an interrupted run never looks finished
 """
@@ -11,16 +11,18 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, readable
+from quantkit.checkpoint.journal import COMMANDS
+from quantkit.checkpoint.source import CONFIG_FILE, readable
 from quantkit.errors import OutputError
 from quantkit.report import File
 
 MANIFEST_FILE = "quantkit.json"
 WORK_FOLDER = ".quantkit"
+LOCK_FILE = ".lock"  # in the work folder; no file of a checkpoint is called so
 _BUFFER_BYTES = 8 << 20  # a multiple of any disk's block size
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 
@@ -91,53 +93,15 @@ def _write_through_cache(file: int) -> bool:
 
 
 class OutputFolder:
-    """A folder that a checkpoint is written into."""
+    """A folder that a checkpoint is written into, once `quantkit.checkpoint.output` has found that it may be."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.work = path / WORK_FOLDER
 
-    @classmethod
-    def create(cls, path: Path, needed_bytes: int, *, overwrite: bool = False) -> "OutputFolder":
-        """Make the folder, or empty it when `overwrite` is set and it is one of ours.
-
-        Raises OutputError as `check` does, and when the disk has less than `needed_bytes`.
-        """
-        cls.check(path, overwrite=overwrite)
-        old_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.exists() else 0
-        _check_space(path, needed_bytes, old_bytes)
-        folder = cls(path)
-        with explained(path):
-            folder._empty()
-            folder.work.mkdir(parents=True)
-        return folder
-
-    @classmethod
-    def reopen(cls, path: Path, needed_bytes: int) -> "OutputFolder":
-        """Go on in the folder of an interrupted run; raises OutputError when the disk has less than `needed_bytes`."""
-        _check_space(path, needed_bytes, 0)
-        return cls(path)
-
-    @staticmethod
-    def check(path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
-        """Raise OutputError if `path` is in use, unless it is quantkit's own and to be overwritten or resumed."""
-        with explained(path):
-            there, used = path.exists(), path.is_dir() and any(path.iterdir())
-        if there and not path.is_dir():
-            raise OutputError(f"{path} is a file, and the output is a folder", hint="Choose another one.")
-        if not used:
-            return
-        if resume and ((path / WORK_FOLDER).exists() or (path / MANIFEST_FILE).exists()):
-            return
-        if not overwrite:
-            interrupted = (path / WORK_FOLDER).exists()
-            hint = "Go on with --resume" if interrupted else "Choose another folder"
-            what = "holds an interrupted run" if interrupted else "exists and is not empty"
-            raise OutputError(f"{path} {what}", hint=f"{hint}, or give --overwrite.")
-        if not (path / MANIFEST_FILE).exists() and not (path / WORK_FOLDER).exists():
-            raise OutputError(
-                f"{path} was not written by quantkit; it is not overwritten", hint="Remove it yourself if you mean it."
-            )
+    def check_space(self, needed_bytes: int, old_bytes: int = 0) -> None:
+        """Raise OutputError when the disk has less than `needed_bytes`; `old_bytes` will be free by then."""
+        _check_space(self.path, needed_bytes, old_bytes)
 
     @contextmanager
     def shard(self, name: str, size: int) -> Iterator[ShardFile]:
@@ -178,22 +142,51 @@ class OutputFolder:
         self.publish(name)
         return copied
 
+    def link(self, source: Path, name: str) -> None:
+        """Put a file under its final name as a hard link to `source`, or to what that leads to.
+
+        Raises OutputError where the two are on different disks, or the file system has no hard links.
+        """
+        with explained(self.path / name):
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(os.path.realpath(source), self.path / name)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                    raise
+                what = f"{self.path / name} cannot be a hard link to {source}: {error.strerror}"
+                raise OutputError(what, hint="Choose a folder on the same disk, or give --in-place.") from error
+            sync((self.path / name).parent, os.O_DIRECTORY)
+
     def seal(self, manifest_text: str, config_text: str) -> None:
         """Write the manifest and, last, the config; then nothing of the run is left but the checkpoint."""
         self.write_text(MANIFEST_FILE, manifest_text)
         self.write_text(CONFIG_FILE, config_text)
-        shutil.rmtree(self.work)
-        sync(self.path, os.O_DIRECTORY)
+        self.tidy()
 
-    def _empty(self) -> None:
-        """Take out what an earlier run left, the config first, so that no half-removed folder can load."""
-        for name in (CONFIG_FILE, INDEX_FILE):
-            (self.path / name).unlink(missing_ok=True)
-        for entry in self.path.iterdir() if self.path.exists() else ():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+    def tidy(self) -> None:
+        """Take the work folder away but for the lock; the journal goes last: until then the run can be gone on with."""
+        with explained(self.work):
+            clear(self.work, keep=(LOCK_FILE, *(command.journal for command in COMMANDS.values())))
+            clear(self.work, keep=(LOCK_FILE,))
+            sync(self.path, os.O_DIRECTORY)
+
+
+def text_file(text: str) -> File:
+    """What a text is as a file."""
+    data = text.encode("utf-8")
+    return File(len(data), hashlib.sha256(data).hexdigest())
+
+
+def clear(folder: Path, keep: Collection[str] = ()) -> None:
+    """Take out everything that is in `folder` but the entries to keep; of a link, not what it leads to."""
+    for entry in sorted(folder.iterdir()):
+        if entry.name in keep:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def check_apart(source: Path, output: Path) -> None:

@@ -1,13 +1,17 @@
 """`quantkit convert`."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit.cli.options import Json, Model, Revision, Workers
 from quantkit.errors import UsageError
 from quantkit.recipe import Dialect, Mtp, Rest, ScaleMethod, Scheme
+
+if TYPE_CHECKING:
+    from quantkit.report import Manifest
 
 
 def convert(
@@ -26,6 +30,10 @@ def convert(
     scale: Annotated[ScaleMethod | None, typer.Option("--scale", help="How the scales of groups are chosen.")] = None,
     rest: Annotated[Rest | None, typer.Option("--rest", help="What the other weights are stored as.")] = None,
     mtp: Annotated[Mtp | None, typer.Option("--mtp", help="What becomes of the MTP layers.")] = None,
+    respell: Annotated[
+        bool, typer.Option("--respell", help="Give an output of an earlier quantkit the config of this one.")
+    ] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help="With --respell: change MODEL itself.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; needs no weights.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     trust_source: Annotated[bool, typer.Option("--trust-source", help="On resuming, do not hash the source.")] = False,
@@ -45,13 +53,16 @@ def convert(
     quantkit convert ./GLM-5.2-FP8 --nvfp4 --format modelopt -o ./GLM-5.2-NVFP4
 
     quantkit convert ./GLM-5.2-FP8 --bf16 -o ./GLM-5.2-BF16
+
+    quantkit convert ./GLM-5.2-INT4 --respell --in-place
     """
     from quantkit import console, conversion
 
-    if resume and overwrite:
-        raise UsageError("--resume and --overwrite exclude each other")
-    if sum((int4, nvfp4, bf16, recipe is not None)) > 1:
-        raise UsageError("--int4, --nvfp4, --bf16 and --recipe exclude each other")
+    changes = (int4, nvfp4, bf16, recipe, group_size, dialect, scale, rest, mtp, resume, trust_source, revision)
+    _check(changes, resume=resume, overwrite=overwrite, respell=respell, in_place=in_place)
+    if respell:
+        manifest = _respell(model, output, in_place=in_place, overwrite=overwrite, dry_run=dry_run)
+        return console.show(manifest, as_json=as_json)
     chosen = "bf16" if bf16 else recipe
     scheme = Scheme.NVFP4 if nvfp4 else Scheme.INT4 if int4 else None
     options = conversion.Options(group_size, scale, rest, mtp, dialect, scheme)
@@ -60,17 +71,30 @@ def convert(
     elif output is None:
         raise UsageError("where to?", hint="Give -o FOLDER, or --dry-run.")
     else:
+        run = partial(conversion.convert, model, output, chosen, options=options, revision=revision, workers=workers)
         with console.progress("converting") as start:
-            manifest = conversion.convert(
-                model,
-                output,
-                chosen,
-                options=options,
-                revision=revision,
-                overwrite=overwrite,
-                resume=resume,
-                trust_source=trust_source,
-                workers=workers,
-                progress=start,
-            )
-    console.show(manifest, as_json=as_json)
+            put = partial(run, progress=start, warn=console.warn)
+            manifest = put(overwrite=overwrite, resume=resume, trust_source=trust_source)
+    return console.show(manifest, as_json=as_json)
+
+
+def _check(changes: tuple[object, ...], *, resume: bool, overwrite: bool, respell: bool, in_place: bool) -> None:
+    """Raise UsageError for options that exclude each other; the first four of `changes` say what is to come out."""
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    if sum(map(bool, changes[:4])) > 1:
+        raise UsageError("--int4, --nvfp4, --bf16 and --recipe exclude each other")
+    if respell and any(changes):
+        raise UsageError("--respell changes no weight: it goes with -o, --overwrite, --in-place and --dry-run only")
+    if in_place and not respell:
+        raise UsageError("--in-place goes with --respell", hint="A conversion writes a new folder: give -o FOLDER.")
+
+
+def _respell(folder: str, output: Path | None, *, in_place: bool, overwrite: bool, dry_run: bool) -> "Manifest":
+    from quantkit.conversion import respelling
+
+    if sum((output is not None, in_place, dry_run)) != 1:
+        raise UsageError("where to?", hint="Give one of -o FOLDER, --in-place and --dry-run.")
+    if overwrite and output is None:
+        raise UsageError("--overwrite goes with -o FOLDER")
+    return respelling.preview(folder) if dry_run else respelling.respell(folder, output, overwrite=overwrite)

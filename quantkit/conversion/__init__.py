@@ -4,21 +4,23 @@ run         all shards, one after the other, with flushing and hashing beside
 shards      the work on one shard: read, convert, write, piece by piece
 maker       what comes out of a piece of a weight
 journal     what is finished, for going on after an interruption
+respelling  a converted checkpoint with the config that this version writes
 side_files  what else goes along: tokenizer, chat template, custom code
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quantkit.checkpoint.journal import CONVERT
 from quantkit.checkpoint.locate import describe_model, open_model
 from quantkit.checkpoint.manifest import made_from, read_manifest
+from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.weights import Encoding, read_weights
-from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart
-from quantkit.conversion.journal import Journal
+from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart, text_file
+from quantkit.conversion.journal import Journal, open_with
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
 from quantkit.errors import OutputError, UsageError
@@ -84,36 +86,53 @@ def convert(
     trust_source: bool = False,
     workers: int = 2,
     progress: Callable[[int], Callable[[int], None]] | None = None,
+    warn: Callable[[str], None] = lambda what: None,
 ) -> Manifest:
     """Convert `model` (alias, folder or Hub id) into the folder `output` and return the manifest written there.
 
     recipe        name, YAML file or Recipe; None is the INT4 recipe for the model
     revision      of a Hub repository
     overwrite     replace an output of quantkit that is already there; it is removed only when the plan has passed
-    resume        go on with an interrupted run; the result is the same as without the interruption
+    resume        go on with an interrupted run, whose shards are hashed; the result is that of an uninterrupted one
     trust_source  on resuming, do not hash again what the interrupted run has read
     workers       threads that read, convert and write; the output's bytes do not depend on it
     progress      is given the number of source bytes, and returns what is called with the bytes just converted
+    warn          is told of each shard of the interrupted run that is damaged and made again
 
-    Raises a QuantkitError before anything is written if the source, the recipe or the output folder is not usable; an
-    interrupted run leaves a folder without config.json, which does not load.
+    Raises a QuantkitError before anything is written if the source, the recipe or the output folder is not usable, or
+    another run is writing to it; an interrupted run leaves a folder without config.json, which does not load.
     """
     if workers < 1:
         raise UsageError(f"workers is {workers}; it must be at least 1")
-    chosen, path = _load(recipe), Path(output)
-    check_apart(Path(model), path)
-    OutputFolder.check(path, overwrite=overwrite, resume=resume)  # before anything is fetched
-    source = open_model(model, revision)
-    if source.folder:
-        check_apart(source.folder, path)
-    plan = make_plan(source, choose_recipe(source, chosen, options))
-    planned, beside = _planned(plan), side_files(source)
-    if resume and (finished := _finished(planned, plan, path)):
-        return finished
-    folder, journal = _open_output(plan, path, overwrite, resume)
-    report = progress(source.nbytes) if progress else lambda done: None
-    run = ShardRun(plan, folder, journal, workers, report)
-    entries = (*run.finished(trust_source), *run.remaining())
+    chosen, target = _load(recipe), Output(Path(output), CONVERT, overwrite=overwrite, resume=resume)
+    check_apart(Path(model), target.path)
+    target.check()  # before anything is fetched
+    with target.held():
+        source = open_model(model, revision)
+        if source.folder:
+            check_apart(source.folder, target.path)
+        plan = make_plan(source, choose_recipe(source, chosen, options))
+        report = progress(source.nbytes) if progress else lambda done: None
+        return _finished(plan, target) or _write(
+            plan, target, trust_source=trust_source, workers=workers, progress=report, warn=warn
+        )
+
+
+def _write(
+    plan: Plan,
+    target: Output,
+    *,
+    trust_source: bool,
+    workers: int,
+    progress: Callable[[int], None],
+    warn: Callable[[str], None],
+) -> Manifest:
+    """Convert every shard that is not finished, and seal the folder."""
+    planned, beside = _planned(plan), side_files(plan.source)
+    folder, journal = _open_output(plan, beside, target)
+    run = ShardRun(plan, folder, journal, workers, progress, warn)
+    finished = run.finished(trust_source)
+    entries = (*finished, *run.remaining(finished))
     files = {entry.shard: File(entry.nbytes, entry.sha256) for entry in entries}
     files |= _add_small_files(plan, beside, folder)
     hashes = {shard: sha256 for entry in entries for shard, sha256 in entry.sources.items()}
@@ -164,24 +183,29 @@ def _load(recipe: str | Path | Recipe | None) -> Recipe | None:
     return load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
 
 
-def _finished(planned: Manifest, plan: Plan, path: Path) -> Manifest | None:
-    """The manifest in `path` if a run of this plan has ended there; OutputError if it was another one."""
-    if (path / WORK_FOLDER).exists() or (found := read_manifest(path)) is None:
+def _finished(plan: Plan, target: Output) -> Manifest | None:
+    """The manifest of a run of this plan that has ended, if it is gone on with; OutputError if it was another one."""
+    if target.finished() is None or (found := read_manifest(target.path)) is None:
         return None
+    planned = _planned(plan)
     expected = _completed(planned, found.files, found.source.shards_sha256, found.nvfp4_groups, found.rounded_scales)
     known = replace(found.source, config_sha256=expected.source.config_sha256)  # wherever it lies now
-    if replace(expected, source=known) != found or not {job.shard for job in plan.jobs} <= found.files.keys():
-        raise OutputError(f"{path} holds another conversion", hint="Choose another folder, or give --overwrite.")
+    if (
+        replace(expected, source=known, respelled=found.respelled) != found
+        or not {job.shard for job in plan.jobs} <= found.files.keys()
+    ):
+        raise OutputError(f"{target.path} holds another conversion", hint=target.another())
     return found
 
 
-def _open_output(plan: Plan, path: Path, overwrite: bool, resume: bool) -> tuple[OutputFolder, Journal]:
+def _open_output(plan: Plan, beside: Iterable[str], target: Output) -> tuple[OutputFolder, Journal]:
     """The folder to write to and its journal, reopened if there is one and it is to be gone on with."""
-    if resume and (journal := Journal.reopen(path / WORK_FOLDER, plan)):
+    opening = open_with(plan, beside)
+    if target.run() and (journal := Journal.reopen(target.path / WORK_FOLDER, plan, opening)):
         done = sum(entry.nbytes for entry in journal.entries)
-        return OutputFolder.reopen(path, plan.file_bytes - done), journal
-    folder = OutputFolder.create(path, plan.file_bytes, overwrite=overwrite or resume)
-    return folder, Journal.begin(folder.work, plan)
+        return target.reopen(plan.file_bytes - done), journal
+    folder = target.begin(plan.file_bytes, opening)
+    return folder, Journal.begin(folder.work)
 
 
 def _add_small_files(plan: Plan, beside: Mapping[str, Path], folder: OutputFolder) -> dict[str, File]:
@@ -190,15 +214,10 @@ def _add_small_files(plan: Plan, beside: Mapping[str, Path], folder: OutputFolde
     for name, side_file in beside.items():
         files[name] = folder.copy(side_file, name)
     for name, text in plan.texts.items():
-        files[name] = _text_file(text)
+        files[name] = text_file(text)
         if name != CONFIG_FILE:
             folder.write_text(name, text)
     return files
-
-
-def _text_file(text: str) -> File:
-    data = text.encode()
-    return File(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _planned(plan: Plan) -> Manifest:

@@ -14,21 +14,27 @@ The arithmetic is in `checkpoint.powers`, and which weights take what in `models
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from quantkit.checkpoint.journal import FOLD, IN_PLACE, PATCH
 from quantkit.checkpoint.locate import describe_model, open_model
+from quantkit.checkpoint.lock import lock
 from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.occupancy import UNDO_FOLDER
+from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.spelling import KV_SCALES
+from quantkit.checkpoint.writer import check_apart
 from quantkit.errors import FoldError, UsageError
-from quantkit.folding.copying import Additions, check_output, write_copy
+from quantkit.folding.copying import Additions, write_copy
 from quantkit.folding.embedding import embed, embedding_warnings
-from quantkit.folding.in_place import UNDO_FOLDER, fold_in_place, recover
+from quantkit.folding.in_place import fold_in_place, recover
 from quantkit.folding.in_place import undo as undo_in_place
 from quantkit.folding.manifest import check_unfolded
-from quantkit.folding.patching import write_patch
+from quantkit.folding.patching import FoldPatch, write_patch
 from quantkit.folding.plan import FoldPlan, folds_of, make_plan
 from quantkit.folding.proof import compare, run_sample
 from quantkit.folding.report import FoldedLayer, FoldReport, Way
@@ -69,21 +75,42 @@ def fold(
     """
     if (output is None) == (way in _NEEDS_OUTPUT):
         raise UsageError(f"a fold by {way} {'needs a folder to write to' if output is None else 'writes to no folder'}")
-    recovered = recover(Path(checkpoint)) if way is Way.IN_PLACE else None
-    source = describe_model(checkpoint, revision) if way is Way.DRY_RUN else open_model(checkpoint, revision)
-    config, target = read_config(source), Path(output) if output else None
-    if not isinstance(scales, Mapping):
-        named, origin = read_scale_file(Path(scales), source), str(scales)
-    else:
-        named, origin = dict(scales), "the scales"
-    by_layer = scales_of_layers(config, named, origin)
-    if target and way is not Way.PATCH:
-        check_output(source, target, overwrite=overwrite)
-    report = progress(source.nbytes) if progress and way is not Way.DRY_RUN else lambda done: None
-    writing = _Writing(way, target, read_manifest(source.folder), overwrite, workers, report)
-    if way is Way.EMBED:
-        return _embed(source, config, by_layer, writing)
-    return _fold(source, config, by_layer, writing, (recovered,) if recovered else ())
+    if way is Way.IN_PLACE and not Path(checkpoint).is_dir():
+        raise UsageError(f"{checkpoint} is no folder; a fold in place is into one", hint="Fold into a copy: -o OUT.")
+    target = _target(Path(output), way, overwrite) if output else None
+    if target:
+        check_apart(Path(checkpoint), target.path)
+        target.check()
+    with ExitStack() as stack:
+        recovered = None
+        if way is Way.IN_PLACE:
+            stack.enter_context(lock(Path(checkpoint), IN_PLACE.name))
+            recovered = recover(Path(checkpoint))
+        source = describe_model(checkpoint, revision) if way is Way.DRY_RUN else open_model(checkpoint, revision)
+        config = read_config(source)
+        named, origin = _named(scales, source)
+        by_layer = scales_of_layers(config, named, origin)
+        if target and source.folder:
+            check_apart(source.folder, target.path)
+            stack.enter_context(target.held())
+        report = progress(source.nbytes) if progress and way is not Way.DRY_RUN else lambda done: None
+        writing = _Writing(way, target, read_manifest(source.folder), workers, report)
+        if way is Way.EMBED:
+            return _embed(source, config, by_layer, writing)
+        return _fold(source, config, by_layer, writing, (recovered,) if recovered else ())
+
+
+def _target(output: Path, way: Way, overwrite: bool) -> Output:
+    if way is Way.PATCH:
+        return Output(output, PATCH, kind=FoldPatch, overwrite=overwrite)
+    return Output(output, FOLD, overwrite=overwrite)
+
+
+def _named(scales: str | Path | Mapping[str, Numbers], source: Source) -> tuple[dict[str, Numbers], str]:
+    """The scales by their names, and what to call where they are from."""
+    if isinstance(scales, Mapping):
+        return dict(scales), "the scales"
+    return read_scale_file(Path(scales), source), str(scales)
 
 
 @dataclass(frozen=True)
@@ -91,21 +118,19 @@ class _Writing:
     """Where to and how; `made` is the manifest of the checkpoint before."""
 
     way: Way
-    output: Path | None
+    target: Output | None
     made: Manifest | None
-    overwrite: bool
     workers: int
     progress: Callable[[int], None]
 
     def copy(self, plan: FoldPlan, prove: Callable[[Source], str], additions: Additions | None = None) -> str:
-        assert self.output is not None
+        assert self.target is not None
         return write_copy(
             plan,
             self.made,
-            self.output,
+            self.target,
             prove,
             additions=additions or Additions(),
-            overwrite=self.overwrite,
             workers=self.workers,
             progress=self.progress,
         )
@@ -125,8 +150,8 @@ def _fold(
     if writing.way is Way.COPY:
         proved = writing.copy(plan, prove)
     elif writing.way is Way.PATCH and plan.edits:
-        assert writing.output is not None
-        proved = write_patch(plan, writing.output, prove, overwrite=writing.overwrite)
+        assert writing.target is not None
+        proved = write_patch(plan, writing.target, prove)
     elif writing.way is Way.IN_PLACE and plan.edits:
         at_source = partial(prove, source)
         proved = fold_in_place(plan, writing.made, at_source, workers=writing.workers, progress=writing.progress)
@@ -188,7 +213,7 @@ def _report(
         notes += ("codes or E4M3 scales would change too: whether they can, exactly, only the weights tell",)
     return FoldReport(
         checkpoint=source.name,
-        output=str(writing.output) if writing.output else source.name if writing.way is Way.IN_PLACE else None,
+        output=str(writing.target.path) if writing.target else source.name if writing.way is Way.IN_PLACE else None,
         way=writing.way,
         layers=layers,
         left=plan.left,

@@ -1,15 +1,16 @@
 """`-o OUT`: a copy of the checkpoint with patches, or with embedded scales. OUT loads only when all of it is there."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quantkit.checkpoint.digest import GATE_FILE, list_files
+from quantkit.checkpoint.journal import FOLD, Opening
+from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
-from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder, check_apart
-from quantkit.errors import OutputError
+from quantkit.checkpoint.writer import MANIFEST_FILE, OutputFolder
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan
 from quantkit.folding.shards import Hashes, Progress, can_clone, file_size, write_shard
@@ -34,39 +35,30 @@ class Additions:
     kv_scales: Mapping[str, float] = field(default_factory=dict)
 
 
-def check_output(source: Source, output: Path, *, overwrite: bool) -> None:
-    """Raise OutputError unless the copy can be put there; nothing is written."""
-    assert source.folder is not None
-    check_apart(source.folder, output)
-    if (output / WORK_FOLDER).exists() and not overwrite:
-        raise OutputError(f"{output} holds an interrupted run", hint="Start it anew with --overwrite.")
-    OutputFolder.check(output, overwrite=overwrite)
-
-
 def write_copy(
     plan: FoldPlan,
     made: Manifest | None,
-    output: Path,
+    target: Output,
     prove: Callable[[Source], str],
     *,
     additions: Additions = Additions(),
-    overwrite: bool = False,
     workers: int = 2,
     progress: Progress = lambda done: None,
 ) -> str:
-    """Write the copy, and return what `prove` says of it before it is sealed.
+    """Write the copy into the folder that `target` holds, and return what `prove` says of it before it is sealed.
 
-    Files are cloned where the file system lets them share blocks, else copied. Raises OutputError for a folder in use
-    and a full disk, SourceError for a shard that is not the one of its manifest.
+    Files are cloned where the file system lets them share blocks, else copied. Raises OutputError for a full disk,
+    SourceError for a shard that is not the one of its manifest.
     """
     source = plan.source
     assert source.folder is not None
-    check_output(source, output, overwrite=overwrite)
-    others = list_files(source.folder)
-    cloned = can_clone(source.folder / source.shards[0], output)
+    others = _others(source, additions)
+    cloned = can_clone(source.folder / source.shards[0], target.path)
     shard_bytes = 0 if cloned else sum(file_size(source.folder / shard) for shard in source.shards)
     needed = shard_bytes + sum(layer.nbytes for layer in plan.layers) + sum(map(len, additions.shards.values()))
-    folder = OutputFolder.create(output, needed, overwrite=overwrite)
+    shards = {additions.names.get(shard, shard) for shard in source.shards}
+    names = {*shards, *others, *additions.shards, *additions.texts, CONFIG_FILE, MANIFEST_FILE}
+    folder = target.begin(needed, Opening(FOLD, frozenset(names)))
 
     def write(shard: str) -> Hashes:
         name = additions.names.get(shard, shard)
@@ -78,12 +70,12 @@ def write_copy(
     before = {shard: found.before for shard, found in hashes.items()}
     check_sources(source, made, before)
     files = {additions.names.get(shard, shard): File(found.nbytes, found.after) for shard, found in hashes.items()}
-    files |= _copy_others(others, source.shards, folder, additions)
+    files |= _copy_others(others, folder, additions)
     moved = {
         name: replace(tensor, shard=additions.names.get(tensor.shard, tensor.shard))
         for name, tensor in source.tensors.items()
     }
-    proof = prove(replace(source, folder=output, tensors=moved))
+    proof = prove(replace(source, folder=target.path, tensors=moved))
     config_text = additions.texts.get(CONFIG_FILE, source.config_text)
     files[CONFIG_FILE] = _file(config_text.encode())
     manifest = folded_manifest(plan, made, before, files)
@@ -91,14 +83,16 @@ def write_copy(
     return proof
 
 
-def _copy_others(
-    paths: Mapping[str, Path], shards: Sequence[str], folder: OutputFolder, additions: Additions
-) -> dict[str, File]:
-    """All files but the source's shards, the config and what is about the bytes before."""
-    files = {}
-    for name, path in paths.items():
-        if name not in (*shards, *_NOT_OF_COPIES, *additions.texts):
-            files[name] = folder.copy(path, name)
+def _others(source: Source, additions: Additions) -> dict[str, Path]:
+    """All files but the source's shards, the config and what is about the bytes before, or is added anew."""
+    assert source.folder is not None
+    left_out = (*source.shards, *_NOT_OF_COPIES, *additions.texts)
+    return {name: path for name, path in list_files(source.folder).items() if name not in left_out}
+
+
+def _copy_others(paths: Mapping[str, Path], folder: OutputFolder, additions: Additions) -> dict[str, File]:
+    """The other files, and those that are added."""
+    files = {name: folder.copy(path, name) for name, path in paths.items()}
     for name, data in additions.shards.items():
         with folder.shard(name, len(data)) as shard:
             shard.append(memoryview(data))

@@ -8,14 +8,12 @@
 An interrupted fold is finished by the next run if all its bytes and its manifest were written, else rolled back.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,18 +21,20 @@ import numpy as np
 
 from quantkit.checkpoint.digest import GATE_FILE, hash_files, list_files
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
+from quantkit.checkpoint.journal import IN_PLACE, Opening
+from quantkit.checkpoint.lock import lock
 from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.occupancy import NEW_BYTES, OLD_BYTES, UNDO_FOLDER, own_run
 from quantkit.checkpoint.powers import Patch
 from quantkit.checkpoint.source import CONFIG_FILE, readable
-from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, explained, sync, write_whole
+from quantkit.checkpoint.writer import LOCK_FILE, MANIFEST_FILE, WORK_FOLDER, clear, explained, sync, write_whole
 from quantkit.errors import OutputError, SourceError, UsageError
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan, place
 from quantkit.folding.shards import Hashes, Progress, hash_patched, write_patches
 from quantkit.report import File, Manifest
 
-UNDO_FOLDER = ".quantkit-fold"
-_JOURNAL, _OLD, _NEW = "fold.json", "old", "new"
+_JOURNAL = IN_PLACE.journal
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class Journal:
     """What it takes to go back: the fold's digest, the manifest's text before (None: there was none), and the places.
 
     new_sha256  of the new bytes of all places, one after the other
+    old_sha256  of those before; None in a journal of a version that did not record it
     """
 
     digest: str
     manifest: str | None
     new_sha256: str
     spots: tuple[Spot, ...]
+    old_sha256: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Journal | None":
@@ -64,7 +66,8 @@ class Journal:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             spots = tuple(Spot(**spot) for spot in content["spots"])
-            return cls(content["digest"], content["manifest"], content["new_sha256"], spots)
+            named = (content["digest"], content["manifest"], content["new_sha256"])
+            return cls(*named, spots, content.get("old_sha256"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -72,15 +75,19 @@ class Journal:
 
 
 def recover(folder: Path) -> str | None:
-    """Finish an interrupted fold, or take it back; what was done, in words, or None if there was none."""
+    """Finish an interrupted fold in a folder that is locked, or take it back.
+
+    Returns what was done, in words, or None if there was none. Raises OutputError for an interrupted run of another
+    command, and for old bytes that are not those of the journal.
+    """
     work = folder / WORK_FOLDER
-    if not any((work / name).exists() for name in (_JOURNAL, _OLD, _NEW)):
+    journal = Journal.read(work / _JOURNAL)
+    if own_run(folder, IN_PLACE) is None:
         return None
-    with _locked(folder), explained(folder):
-        journal = Journal.read(work / _JOURNAL)
+    with explained(folder):
         if journal is None:
             _remove(work)
-            return "an interrupted fold had not edited anything"
+            return "what an interrupted fold had left was tidied up; it had not edited anything, or put it back"
         if _digest_in(folder) == journal.digest:
             _finish(folder)
             return "an interrupted fold had only to be tidied up, and is finished"
@@ -93,21 +100,27 @@ def undo(folder: Path) -> str:
 
     Raises UsageError if there is nothing to take back, OutputError if the edited bytes are not those of the fold.
     """
-    recovered = recover(folder)
-    journal = Journal.read(folder / UNDO_FOLDER / _JOURNAL)
-    if journal is None:
-        if recovered:
-            return recovered
-        raise UsageError(f"{folder}: there is no fold to take back", hint="Only --in-place leaves a journal.")
-    found = hashlib.sha256()
-    for spot in journal.spots:
-        found.update(_read(folder, spot))
-    if found.hexdigest() != journal.new_sha256:
-        raise OutputError(f"{folder}: the weights are not those that the fold wrote; they are left as they are")
-    with explained(folder):
-        os.rename(folder / UNDO_FOLDER, folder / WORK_FOLDER)
-        _roll_back(folder, journal)
-    return "the fold was taken back: the checkpoint has the bytes that it had before"
+    with lock(folder, "fold --undo") as left:
+        recovered = recover(folder)
+        journal = Journal.read(folder / UNDO_FOLDER / _JOURNAL)
+        if journal is None:
+            if recovered or left:
+                return (
+                    recovered or "an interrupted run had only to be tidied up: there is no fold to take back any more"
+                )
+            raise UsageError(f"{folder}: there is no fold to take back", hint="Only --in-place leaves a journal.")
+        found = hashlib.sha256()
+        for spot in journal.spots:
+            found.update(_read(folder, spot))
+        if found.hexdigest() != journal.new_sha256:
+            raise OutputError(f"{folder}: the weights are not those that the fold wrote; they are left as they are")
+        _check_old(folder / UNDO_FOLDER, journal)
+        with explained(folder):
+            for name in (_JOURNAL, OLD_BYTES):
+                _move(folder / UNDO_FOLDER, folder / WORK_FOLDER, name)
+            shutil.rmtree(folder / UNDO_FOLDER)
+            _roll_back(folder, journal)
+        return "the fold was taken back: the checkpoint has the bytes that it had before"
 
 
 def fold_in_place(
@@ -118,7 +131,7 @@ def fold_in_place(
     workers: int = 2,
     progress: Progress = lambda done: None,
 ) -> str:
-    """Edit the checkpoint, and return what `prove` says of it; if it raises, everything is put back.
+    """Edit the checkpoint, whose folder is locked, and return what `prove` says; if it raises, everything is put back.
 
     Raises OutputError for shards that other folders share and for a full disk, SourceError for a shard that is not the
     one of its manifest; then nothing was edited, or all was put back.
@@ -126,11 +139,7 @@ def fold_in_place(
     folder = plan.source.folder
     assert folder is not None
     _check_own(folder, plan.source.shards)
-    if (folder / WORK_FOLDER).exists():
-        raise OutputError(f"{folder} holds an interrupted run of another command", hint="Finish or remove it first.")
     with explained(folder):
-        (folder / WORK_FOLDER).mkdir()
-    with _locked(folder), explained(folder):
         try:
             manifest, journal = _prepare(plan, made, workers, progress)
         except (Exception, KeyboardInterrupt):
@@ -152,53 +161,64 @@ def _prepare(plan: FoldPlan, made: Manifest | None, workers: int, progress: Prog
     """The manifest that is to be, and the journal, which is on the disk with all old and new bytes."""
     folder = plan.source.folder
     assert folder is not None
-    work, spots, new_sha256 = folder / WORK_FOLDER, [], hashlib.sha256()
+    work, spots, old_sha256, new_sha256 = folder / WORK_FOLDER, [], hashlib.sha256(), hashlib.sha256()
     hashes: dict[str, Hashes] = {}
-    with (work / _OLD).open("wb") as old, (work / _NEW).open("wb") as new, ThreadPoolExecutor(workers) as pool:
+    with (
+        (work / OLD_BYTES).open("wb") as old,
+        (work / NEW_BYTES).open("wb") as new,
+        ThreadPoolExecutor(workers) as pool,
+    ):
         for shard in plan.source.shards:
             patches = plan.patches(shard)
             for patch in patches:
                 spots.append(Spot(shard, place(patch), patch.data.nbytes))
-                old.write(_read(folder, spots[-1]))
+                before = _read(folder, spots[-1])
+                old.write(before)
+                old_sha256.update(before)
                 new.write(patch.data.data)
                 new_sha256.update(patch.data.data)
         read = pool.map(lambda shard: hash_patched(folder / shard, plan.patches(shard), progress), plan.source.shards)
         hashes = dict(zip(plan.source.shards, read, strict=True))
-    before = {shard: found.before for shard, found in hashes.items()}
-    check_sources(plan.source, made, before)
+    sources = {shard: found.before for shard, found in hashes.items()}
+    check_sources(plan.source, made, sources)
     files = {shard: File(found.nbytes, found.after) for shard, found in hashes.items()}
     others = {name: path for name, path in list_files(folder).items() if name not in files}
     files |= {name: file for name, file in hash_files(others).items() if name not in (MANIFEST_FILE, GATE_FILE)}
-    manifest = folded_manifest(plan, made, before, files)
+    manifest = folded_manifest(plan, made, sources, files, in_place=True)
     assert plan.digest is not None
     text = (folder / MANIFEST_FILE).read_text(encoding="utf-8") if made else None
-    journal = Journal(plan.digest, text, new_sha256.hexdigest(), tuple(spots))
-    for name in (_OLD, _NEW):
+    journal = Journal(plan.digest, text, new_sha256.hexdigest(), tuple(spots), old_sha256.hexdigest())
+    for name in (OLD_BYTES, NEW_BYTES):
         sync(work / name)
-    write_whole(work / _JOURNAL, json.dumps(asdict(journal)).encode())
+    write_whole(work / _JOURNAL, json.dumps(Opening(IN_PLACE, binding=asdict(journal)).to_line()).encode())
     return manifest, journal
 
 
 def _apply(folder: Path, journal: Journal) -> None:
     """Move the config away and write the new bytes."""
     _move(folder, folder / WORK_FOLDER, CONFIG_FILE)
-    _put(folder, journal, folder / WORK_FOLDER / _NEW)
+    _put(folder, journal, folder / WORK_FOLDER / NEW_BYTES)
 
 
 def _finish(folder: Path) -> None:
     """Everything is written: bring the config back and keep what an undo needs."""
     work = folder / WORK_FOLDER
-    (work / _NEW).unlink(missing_ok=True)
+    (work / NEW_BYTES).unlink(missing_ok=True)
     if (work / CONFIG_FILE).exists():
         _move(work, folder, CONFIG_FILE)
-    shutil.rmtree(folder / UNDO_FOLDER, ignore_errors=True)
-    os.rename(work, folder / UNDO_FOLDER)
+    if (work / OLD_BYTES).exists():
+        shutil.rmtree(folder / UNDO_FOLDER, ignore_errors=True)
+        (folder / UNDO_FOLDER).mkdir()
+        _move(work, folder / UNDO_FOLDER, OLD_BYTES)
+    _move(work, folder / UNDO_FOLDER, _JOURNAL)  # last: until then this can be begun again
+    clear(work, keep=(LOCK_FILE,))
     sync(folder, os.O_DIRECTORY)
 
 
 def _roll_back(folder: Path, journal: Journal) -> None:
     """Everything as it was before; may be interrupted and begun again."""
     work = folder / WORK_FOLDER
+    _check_old(work, journal)
     if (folder / CONFIG_FILE).exists():
         _move(folder, work, CONFIG_FILE)
     if journal.manifest is None:
@@ -206,9 +226,18 @@ def _roll_back(folder: Path, journal: Journal) -> None:
     else:
         write_whole(work / MANIFEST_FILE, journal.manifest.encode())
         _move(work, folder, MANIFEST_FILE)
-    _put(folder, journal, work / _OLD)
+    _put(folder, journal, work / OLD_BYTES)
     _move(work, folder, CONFIG_FILE)
     _remove(work)
+
+
+def _check_old(folder: Path, journal: Journal) -> None:
+    """Raise OutputError if the old bytes in `folder` are not those that the journal recorded."""
+    with readable(folder / OLD_BYTES), (folder / OLD_BYTES).open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if journal.old_sha256 not in (None, found):
+        what = f"{folder / OLD_BYTES} is damaged: sha256 {found}, and {journal.old_sha256} was written"
+        raise OutputError(f"{what}; nothing is put back", hint="Download or convert the checkpoint again.")
 
 
 def _put(folder: Path, journal: Journal, data: Path) -> None:
@@ -261,21 +290,7 @@ def _move(source: Path, target: Path, name: str) -> None:
 
 
 def _remove(work: Path) -> None:
-    """Take the work folder away, the journal first: without it there is nothing to go back to."""
+    """Empty the work folder but for the lock, the journal first: without it there is nothing to go back to."""
     (work / _JOURNAL).unlink(missing_ok=True)
-    shutil.rmtree(work)
+    clear(work, keep=(LOCK_FILE,))
     sync(work.parent, os.O_DIRECTORY)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One fold at a time; the lock goes with the process."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise OutputError(f"{folder}: another fold is running", hint="Wait for it to end.") from None
-        yield
-    finally:
-        os.close(file)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quantkit.checkpoint.manifest import made_from
+from quantkit.checkpoint.manifest import PUBLISHED, made_from
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.weights import Weight, read_weights
 from quantkit.checkpoint.writer import MANIFEST_FILE
@@ -13,7 +13,7 @@ from quantkit.folding.shards import file_size
 from quantkit.report import File, Group, Manifest
 from quantkit.version import VERSION
 
-_AS_PUBLISHED = {"name": "published", "description": "the weights as published, but for their KV scales", "rules": []}
+_AS_PUBLISHED = {"name": PUBLISHED, "description": "the weights as published, but for their KV scales", "rules": []}
 
 
 def check_unfolded(name: str, made: Manifest | None, digest: str | None) -> None:
@@ -38,16 +38,25 @@ def check_sources(source: Source, made: Manifest | None, hashes: Mapping[str, st
 
 
 def folded_manifest(
-    plan: FoldPlan, made: Manifest | None, before: Mapping[str, str], files: Mapping[str, File]
+    plan: FoldPlan,
+    made: Manifest | None,
+    before: Mapping[str, str],
+    files: Mapping[str, File],
+    *,
+    in_place: bool = False,
 ) -> Manifest:
     """The manifest of the folded checkpoint.
 
-    made    that of the checkpoint before, if it has one
-    before  sha256 of its shards
-    files   of the folded checkpoint
+    made      that of the checkpoint before, if it has one
+    before    sha256 of its shards
+    files     of the folded checkpoint
+    in_place  whether it is the checkpoint before, edited, and not a copy
     """
     manifest = made or _of_published(plan.source, before)
-    return replace(manifest, fold=plan.record(manifest.source.origin), files=dict(sorted(files.items())))
+    others = in_place and (made is None or bool(made.in_place))
+    return replace(
+        manifest, in_place=others, fold=plan.record(manifest.source.origin), files=dict(sorted(files.items()))
+    )
 
 
 def _of_published(source: Source, before: Mapping[str, str]) -> Manifest:

@@ -1,18 +1,18 @@
 """`--patch-only DIR`: the edited tensors alone, whole, under their names, and what they are patches of."""
 
 import hashlib
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.checkpoint.header import StoredTensor, lay_out
+from quantkit.checkpoint.journal import PATCH, Opening
+from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.pieces import Reader, byte_ranges
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.writer import MANIFEST_FILE, OutputFolder, ShardFile, check_apart
+from quantkit.checkpoint.writer import MANIFEST_FILE, ShardFile
 from quantkit.folding.plan import FoldPlan
-from quantkit.report import Fold, Report
+from quantkit.report import File, Fold, Report
 from quantkit.version import VERSION
 
 PATCH_FILE = "folded.safetensors"
@@ -33,38 +33,38 @@ class FoldPatch(Report):
 
     source  name, revision, model type and sha256 of the config of the checkpoint that it belongs to
     fold    as in the manifest of a folded checkpoint
+    files   the file of tensors
     """
 
     version: str
     source: dict[str, Any]
     fold: Fold
     tensors: dict[str, Patched]
+    files: dict[str, File] = field(default_factory=dict)
 
 
-def write_patch(plan: FoldPlan, output: Path, prove: Callable[[Source], str], *, overwrite: bool = False) -> str:
-    """Write the patch into the folder `output`, and return what `prove` says of the checkpoint with it.
+def write_patch(plan: FoldPlan, target: Output, prove: Callable[[Source], str]) -> str:
+    """Write the patch into the folder that `target` holds, and return what `prove` says of the checkpoint with it.
 
-    Raises OutputError for a folder in use and a full disk.
+    Raises OutputError for a full disk.
     """
     source = plan.source
-    assert source.folder is not None
-    check_apart(source.folder, output)
     changed = {patch.tensor.spec.name: patch.tensor for edit in plan.edits for patch in edit.patches(source)}
     header, places = lay_out((tensor.spec for tensor in changed.values()), PATCH_FILE)
     size = len(header) + sum(place.spec.nbytes for place in places)
-    folder = OutputFolder.create(output, size, overwrite=overwrite)
+    folder = target.begin(size, Opening(PATCH, frozenset({PATCH_FILE, MANIFEST_FILE})))
     patched: dict[str, Patched] = {}
     with folder.shard(PATCH_FILE, size) as file:
         file.append(memoryview(header))
         for place in places:
             patched[place.spec.name] = _append(plan, changed[place.spec.name], file)
-        file.finish()
+        made = File(size, file.finish())
     folder.publish(PATCH_FILE)
-    path = str((output / PATCH_FILE).absolute())
+    path = str((target.path / PATCH_FILE).absolute())
     over = {place.spec.name: replace(place, shard=path) for place in places}
     proof = prove(replace(source, tensors={**source.tensors, **over}))
-    folder.write_text(MANIFEST_FILE, _manifest(plan, patched).to_json())
-    shutil.rmtree(folder.work)
+    folder.write_text(MANIFEST_FILE, _manifest(plan, patched, made).to_json())
+    folder.tidy()
     return proof
 
 
@@ -90,9 +90,10 @@ def _append(plan: FoldPlan, tensor: StoredTensor, file: ShardFile) -> Patched:
     return Patched(tensor.shard, before.hexdigest(), after.hexdigest())
 
 
-def _manifest(plan: FoldPlan, patched: dict[str, Patched]) -> FoldPatch:
+def _manifest(plan: FoldPlan, patched: dict[str, Patched], made: File) -> FoldPatch:
     source, fold = plan.source, plan.record(None)
     assert fold is not None
     config_sha256 = hashlib.sha256(source.config_text.encode()).hexdigest()
     named = {"name": source.name, "revision": source.revision, "model_type": source.model_type}
-    return FoldPatch(VERSION, {**named, "config_sha256": config_sha256}, fold, patched)
+    origin = {**named, "config_sha256": config_sha256}
+    return FoldPatch(VERSION, origin, fold, tensors=patched, files={PATCH_FILE: made})

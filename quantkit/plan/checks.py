@@ -16,9 +16,15 @@ def planned_facts(
     """What the engines' rules look at, of the checkpoint that `steps` of `recipe` make of `source`."""
     steps = tuple(steps)
     signed = any(step.changes and step.treatment.scale is ScaleMethod.SIGNED for step in steps)
-    modules = tuple(map(_module, steps))
-    layers, targets = source.num_hidden_layers, frozenset(recipe.engines)
-    return Facts(modules, source.text_config, quantization_config, layers, signed, targets=targets)
+    return Facts(
+        modules=tuple(map(_module, steps)),
+        config=source.text_config,
+        quantization=quantization_config,
+        num_hidden_layers=source.num_hidden_layers,
+        signed=signed,
+        targets=frozenset(recipe.engines),
+        whole=source.config,
+    )
 
 
 def check_engines(facts: Facts) -> tuple[str, ...]:

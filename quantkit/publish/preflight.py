@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from quantkit import remote
 from quantkit.card import CARD_FILE, Card, Facts, make_card, parse_card
-from quantkit.checkpoint.digest import GATE_FILE, digest_of, hash_files, list_files
+from quantkit.checkpoint.digest import GATE_FILE, digest_of, earlier_digests, hash_files, list_files
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE
 from quantkit.checkpoint.writer import MANIFEST_FILE
@@ -57,7 +57,7 @@ def preflight(
     if attempt(lambda: _check_sizes(paths)):  # a file that is too large is not read: it has to be made again anyway
         verification = attempt(lambda: _verify(folder, against, workers, progress))
         files = attempt(lambda: _hash(paths, workers, progress))
-    report = None if no_gate else attempt(lambda: _read_gate(paths, files))
+    report = None if no_gate else attempt(lambda: _read_gate(folder, paths, files))
     facts = attempt(lambda: _facts(folder, target, files or {}, verification, report, against))
     card = make_card(facts) if facts else ""
     if facts:
@@ -138,8 +138,8 @@ def _hash(paths: Mapping[str, Path], workers: int, progress: Progress | None) ->
     return hash_files(paths, workers=workers, progress=progress(total) if progress else lambda done: None)
 
 
-def _read_gate(paths: Mapping[str, Path], files: Mapping[str, File] | None) -> AccuracyReport:
-    """The gate's result, which must be about these bytes and have passed."""
+def _read_gate(folder: Path, paths: Mapping[str, Path], files: Mapping[str, File] | None) -> AccuracyReport:
+    """The gate's result, which must have passed and be about these bytes, or these tensors under an earlier config."""
     if GATE_FILE not in paths:
         hint = f"Put it into the folder as {GATE_FILE}, give --gate FILE, or publish with --no-gate."
         raise CheckFailed("there is no result of the accuracy gate", hint=hint)
@@ -149,12 +149,17 @@ def _read_gate(paths: Mapping[str, Path], files: Mapping[str, File] | None) -> A
     except (OSError, ValueError) as error:
         raise CheckFailed(f"{path} is no result of the accuracy gate: {error}", hint="Run the gate again.") from error
     faults = [] if report.verdict is Verdict.PASS else [f"its verdict is {report.verdict!s}"]
-    if files is not None and report.candidate_digest != digest_of(files):
+    if files is not None and report.candidate_digest not in _digests(folder, files):
         faults.append("it is about other weights")
     if faults:
         hint = "Run the gate on this folder, or publish with --no-gate."
         raise CheckFailed(f"{path} does not speak for this checkpoint: {', and '.join(faults)}", hint=hint)
     return report
+
+
+def _digests(folder: Path, files: Mapping[str, File]) -> frozenset[str]:
+    """Under which the gate may know the checkpoint."""
+    return earlier_digests(files, _manifest_of(folder).respelled) | {digest_of(files)}
 
 
 # --- the Hub

@@ -1,6 +1,7 @@
 """The Hugging Face Hub, and the only user of huggingface_hub; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HOME` work as there.
 
 downloading  repositories and files into the Hub's cache
+hashes       whether they are what the Hub says
 uploading    what a repository is and holds, and commits to it
 client       manners of the client that both share
 """

@@ -6,22 +6,32 @@ from pathlib import Path
 
 from quantkit.errors import RemoteError
 from quantkit.remote.client import first_line, quiet_unless_terminal
+from quantkit.remote.hashes import Cached, check_files
 
 
 def download(repo: str, revision: str | None = None) -> Path:
-    """Fetch a repository into the Hub cache and return its snapshot folder, whose name is the commit."""
+    """Fetch a repository into the Hub cache and return its snapshot folder, whose name is the commit.
+
+    Raises RemoteError for what the Hub does not give, and for a file that is not the one that the Hub says.
+    """
     from huggingface_hub import snapshot_download
 
     with _explained(repo, revision), quiet_unless_terminal():
-        return Path(snapshot_download(repo, revision=revision))
+        folder = Path(snapshot_download(repo, revision=revision))
+        links = sorted(path for path in folder.rglob("*") if path.is_file())
+        check_files(repo, folder.name, (Cached.at(link, link.relative_to(folder).as_posix()) for link in links))
+        return folder
 
 
 def download_file(repo: str, file: str, revision: str | None = None) -> Path:
-    """Fetch one file of a repository into the Hub cache; its folder's name is the commit."""
+    """Fetch one file of a repository into the Hub cache; its folder's name is the commit. Raises as `download` does."""
     from huggingface_hub import hf_hub_download
 
     with _explained(repo, revision, file), quiet_unless_terminal():
-        return Path(hf_hub_download(repo, file, revision=revision))
+        link = Path(hf_hub_download(repo, file, revision=revision))
+        commit = link.parents[file.count("/")].name
+        check_files(repo, commit, [Cached.at(link, file)])
+        return link
 
 
 @contextmanager

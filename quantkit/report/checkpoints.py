@@ -90,6 +90,9 @@ class Manifest(Report):
     nvfp4_groups    whose scales were clamped at the largest or raised to the smallest, or whose codes are all zero
     rounded_scales  global scales of another dialect that are no powers of two: their reciprocals are rounded
     fold, kv_scales scales of an FP8 cache that were folded into the weights, or embedded as tensors, by their names
+    in_place        whether the files are those of somebody else, in which quantkit only edited weights where they lay;
+                    None where that is not said, as in version 0.1
+    respelled       config.json as it was under earlier spellings of the same tensors, the first one first
     """
 
     version: str
@@ -106,6 +109,8 @@ class Manifest(Report):
     rounded_scales: tuple[str, ...] = ()
     fold: Fold | None = None
     kv_scales: dict[str, float] = field(default_factory=dict)
+    in_place: bool | None = None
+    respelled: tuple[File, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from quantkit.checkpoint.engines.rules import Facts, Module, Status, judge
 from quantkit.checkpoint.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.checkpoint.header import StoredTensor
 from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.occupancy import is_idle
 from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges, shape_in
 from quantkit.checkpoint.source import SINGLE_FILE, Source, read_header, read_index
 from quantkit.checkpoint.weights import Encoding, Weight
@@ -56,8 +57,9 @@ def check_manifest(folder: Path, pool: Executor, findings: Findings) -> Manifest
 
     Returns the manifest, if there is a sound one.
     """
-    if (folder / WORK_FOLDER).exists():
-        findings.problem("manifest", f"{WORK_FOLDER} is there: a conversion was interrupted or is running")
+    if not is_idle(folder):
+        what = "a run was interrupted or is at work; give its command again with --resume, or undo its fold"
+        findings.problem("manifest", f"{WORK_FOLDER} is there: {what}")
     try:
         made = read_manifest(folder)
     except SourceError as error:

@@ -19,12 +19,12 @@ from typing import Any
 from quantkit.checkpoint.engines.habits import Engine
 from quantkit.naming import Role, TensorName
 
-WEIGHT_ONLY = "W4A16_NVFP4"
+WEIGHT_ONLY, FP8 = "W4A16_NVFP4", "FP8"
 _IN_ALL_LAYERS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 class ModeloptMatcher:
-    """Answers, for one engine and one `quantization_config`, whether a module is NVFP4."""
+    """Answers, for one engine and one `quantization_config`, whether a module is quantized: to NVFP4, or FP8."""
 
     def __init__(self, quantization_config: Mapping[str, Any], engine: Engine, num_hidden_layers: int) -> None:
         self.engine = engine
@@ -34,7 +34,7 @@ class ModeloptMatcher:
         self.algorithm = str(inner.get("quant_algo"))
 
     def is_quantized(self, name: TensorName) -> bool:
-        """Whether the engine takes the module of `name` for NVFP4."""
+        """Whether the engine takes the module of `name` for a quantized one."""
         if self.engine.mtp_prefix and name.is_mtp(self.num_hidden_layers):
             return False
         built = self.engine.built(name, self.num_hidden_layers)
@@ -50,8 +50,9 @@ class ModeloptMatcher:
         """The leaves that the engine expects on disk for the weight of the module of `name`."""
         if not self.is_quantized(name):
             return frozenset({"weight"})
+        second = () if self.algorithm == FP8 else ("weight_scale_2",)
         activations = () if self.algorithm == WEIGHT_ONLY else ("input_scale",)
-        return frozenset({"weight", "weight_scale", "weight_scale_2", *activations})
+        return frozenset({"weight", "weight_scale", *second, *activations})
 
     def covers(self, entry: str, built: str) -> bool:
         """Whether an entry of the list covers the module that the engine calls `built`."""

@@ -3,23 +3,33 @@
 facts      what the rules look at
 rule       what a rule is
 loading    which module may have which format
+storing    how the tensors lie there
 describing what the config must say
+sharing    what becomes of shared experts
 splitting  what tensor parallelism asks of shapes
 kernels    what loads, and is slow, less exact or not proved
 
-Paths are those of the packages: `model_executor/...` of vLLM, `srt/...` of SGLang. No rule was tried on a GPU.
+Paths are those of the packages: `model_executor/...` of vLLM, `srt/...` of SGLang. tests/engines holds the rules
+against the loaders of vLLM 0.32.0 and SGLang 0.5.23, run on a CPU. No rule was tried on a GPU.
 """
 
 from collections.abc import Collection, Iterator
 
-from quantkit.checkpoint.engines.rules import describing, kernels, loading, splitting
+from quantkit.checkpoint.engines.rules import describing, kernels, loading, sharing, splitting, storing
 from quantkit.checkpoint.engines.rules.facts import Facts, Module
 from quantkit.checkpoint.engines.rules.rule import Judgement, Rule, Status
 from quantkit.errors import EngineError
 
 __all__ = ["RULES", "Facts", "Judgement", "Module", "Rule", "Status", "judge"]
 
-RULES: tuple[Rule, ...] = (*loading.RULES, *describing.RULES, *splitting.RULES, *kernels.RULES)
+RULES: tuple[Rule, ...] = (
+    *loading.RULES,
+    *storing.RULES,
+    *describing.RULES,
+    *sharing.RULES,
+    *splitting.RULES,
+    *kernels.RULES,
+)
 _USUAL_RANKS = (1, 2, 4, 8)
 _SMALLEST_PART = 128  # rows or columns; nobody gives a rank less
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from quantkit.checkpoint.description import Format
 from quantkit.checkpoint.engines import ENGINES, ConfigMatcher, ModeloptMatcher, is_linear
-from quantkit.checkpoint.engines.rules.facts import FOUR_BITS, Facts, Module
-from quantkit.checkpoint.engines.rules.rule import Rule, Status
+from quantkit.checkpoint.engines.rules.facts import Facts, Module
+from quantkit.checkpoint.engines.rules.rule import BOTH, Rule, Status
 from quantkit.checkpoint.weights import Encoding
 from quantkit.naming import Role, TensorName
 
@@ -20,9 +20,8 @@ _MODELOPT = {
     "SGLang": "srt/layers/quantization/modelopt_quant.py",
 }
 _WORDS = ("num_bits", "type", "strategy", "group_size", "block_structure")
+_TOWER_SIZE = 1152  # of Kimi K2.5, where vision_config has no hidden_size; vt_hidden_size is not read
 _NUMBERED_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\*?")
-_FUSING_256 = ("deepseek_v3", "glm_moe_dsa", "kimi_k2")  # SGLang fuses one shared expert with 256 routed ones, no other
-_FUSING_ALL = ("glm4_moe", "glm4_moe_lite")
 
 
 def config_problem(
@@ -67,63 +66,6 @@ def _top_format(facts: Facts, module: Module, engine: str, ranks: int) -> str | 
     return None if said == "pack-quantized" else f"is INT4 in a checkpoint whose top-level format is {said!r}"
 
 
-def _linear_target(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    if module.format == facts.routed[module.name.layer] or _linear_is_int4(facts):
-        return None
-    return f"is {module.label}, and the config's INT4 group has not the target Linear: it is taken for a routed expert"
-
-
-def _linear_is_int4(facts: Facts) -> bool:
-    groups = ((facts.quantization or {}).get("config_groups") or {}).values()
-    linear = (group["weights"] for group in groups if "Linear" in group["targets"])
-    return any(weights.get("type") == "int" and weights.get("num_bits") == 4 for weights in linear)
-
-
-def _meets_four_bits(facts: Facts, module: Module) -> bool:
-    """Whether it is a shared expert beside routed ones that are 4-bit."""
-    routed = facts.routed.get(module.name.layer)
-    return (
-        module.name.role is Role.SHARED_EXPERT and is_linear(module) and bool(routed and routed.encoding in FOUR_BITS)
-    )
-
-
-def _fuses_256(facts: Facts) -> bool:
-    sizes = facts.config.get("n_routed_experts"), facts.config.get("n_shared_experts")
-    return facts.model_type in _FUSING_256 and sizes == (256, 1)
-
-
-def _stops_at_int4(facts: Facts, module: Module) -> bool:
-    """Whether SGLang looks at the target `Linear` to see that the shared expert stays alone."""
-    routed = facts.routed.get(module.name.layer)
-    return (
-        _fuses_256(facts)
-        and _meets_four_bits(facts, module)
-        and routed is not None
-        and routed.encoding is Encoding.INT4
-    )
-
-
-def _may_be_fused(facts: Facts, module: Module) -> bool:
-    fuses = _fuses_256(facts) or (facts.model_type in _FUSING_ALL and facts.config.get("n_shared_experts") == 1)
-    return fuses and _meets_four_bits(facts, module) and not _stops_at_int4(facts, module)
-
-
-def _shared_experts(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    routed = facts.routed[module.name.layer]
-    if module.format == routed or (_fuses_256(facts) and _excludes_shared_experts(facts, engine)):
-        return None
-    return (
-        f"is {module.label}; SGLang takes it for one more of the routed experts, which are {routed and routed.encoding}"
-    )
-
-
-def _excludes_shared_experts(facts: Facts, engine: str) -> bool:
-    """Whether an entry of ModelOpt's list tells SGLang that shared experts are not 4-bit."""
-    matcher = facts.matchers.get(engine)
-    excluded = matcher.excluded if isinstance(matcher, ModeloptMatcher) else ()
-    return any("shared_expert" in entry and "shared_expert_gate" not in entry for entry in excluded)
-
-
 def _excluded_too(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
     """A list entry for layer 1 or 7 that covers layers 10 to 19 or 70 to 77, too."""
     matcher = facts.matchers[engine]
@@ -154,6 +96,19 @@ def _experts_target(facts: Facts, module: Module, engine: str, ranks: int) -> st
     return None if taken == found else f"is {found or 'plain'}; {engine} takes all experts for {taken}"
 
 
+def _no_architecture(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    if facts.whole is None or facts.whole.get("architectures"):
+        return None
+    result = "builds an embedding model without a head" if engine == "vLLM" else "stops"
+    return f"comes with a config.json that names no architectures: {engine} {result}"
+
+
+def _tower_size(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    read = ((facts.whole or {}).get("vision_config") or {}).get("hidden_size", _TOWER_SIZE)
+    rows = module.shape[0]
+    return None if rows == read else f"has {rows} rows; for {engine}, vision_config has the hidden_size {read}"
+
+
 def _names_rule(sources: Mapping[str, str], methods: Collection[str]) -> Rule:
     """The rule for the engines that read configs of these methods."""
     return Rule(
@@ -168,6 +123,33 @@ def _names_rule(sources: Mapping[str, str], methods: Collection[str]) -> Rule:
 
 
 RULES = (
+    Rule(
+        "architectures",
+        "config.json names the model's class in architectures",
+        "the class is chosen by it",
+        {
+            "vLLM": "model_executor/models/registry.py: inspect_model_cls; config/model.py: ModelConfig",
+            "SGLang": "srt/configs/model_config.py: ModelConfig",
+        },
+        'Add it as the publisher has it, as in "architectures": ["Glm4MoeForCausalLM"].',
+        lambda facts, module: (
+            facts.whole is not None and module.name.role is Role.EMBEDDING and not facts.is_mtp(module)
+        ),
+        _no_architecture,
+    ),
+    Rule(
+        "vision-sizes",
+        "vision_config gives sizes of a Kimi's tower other than the published ones as hidden_size and so on",
+        "keys that begin with vt_ are not read; a tower of other sizes is built, and the load stops",
+        dict(zip(BOTH, ("model_executor/models/kimi_k25_vit.py", "srt/models/kimi_k25.py"), strict=True)),
+        "Give vision_config the sizes without the prefix vt_, too, and pos_emb_height and so on with the prefix init_.",
+        lambda facts, module: (
+            facts.whole is not None
+            and module.name.role is Role.VISION
+            and (module.name.module.endswith("patch_embed.proj"), module.name.leaf) == (True, "weight")
+        ),
+        _tower_size,
+    ),
     Rule(
         "mtp-prefix",
         "the config says the same of the MTP layer under model.decoder as under its number",
@@ -227,29 +209,6 @@ RULES = (
         'Set "format": "pack-quantized" in quantization_config.',
         lambda facts, module: module.name.role is Role.ROUTED_EXPERT and module.encoding is Encoding.INT4,
         _top_format,
-    ),
-    Rule(
-        "linear-target",
-        "the INT4 group has the literal target Linear, where shared experts are not INT4",
-        "by that word alone it is seen that the shared expert cannot be fused with INT4 experts",
-        {"SGLang": "srt/models/deepseek_common/utils.py: is_wint4afp8_or_wint4a16_config"},
-        "Give SGLang --disable-shared-experts-fusion, or the INT4 group the target Linear.",
-        _stops_at_int4,
-        _linear_target,
-        Status.FLAG,
-    ),
-    Rule(
-        "shared-experts",
-        "a shared expert that is fused with 4-bit routed experts has their format",
-        "it is renamed to one more routed expert, finds no parameter and is left out silently",
-        {
-            "SGLang": "srt/models/deepseek_v2.py, glm4_moe.py, glm4_moe_lite.py: shared_experts_fusion_disable_reason; "
-            f"{_MODELOPT['SGLang']}: can_fuse_shared_expert"
-        },
-        "Give SGLang --disable-shared-experts-fusion, or the role shared_expert the routed experts' scheme.",
-        _may_be_fused,
-        _shared_experts,
-        Status.FLAG,
     ),
     Rule(
         "experts-target",

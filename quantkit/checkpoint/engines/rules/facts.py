@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,9 @@ class Module:
     label   its format as reports call it; the dtype of a plain one
     leaves  of the tensors that hold it
     format  as a config describes it; None for a plain one
+    scales  the dtype of an FP8 weight's scales, where it is known
+    within  of an expert that is stored with all others of its layer, their tensor; else none
+    turned  whether that is transposed
     """
 
     name: TensorName
@@ -34,13 +37,19 @@ class Module:
     label: str
     leaves: frozenset[str]
     format: Format | None = None
+    scales: str | None = None
+    within: str = ""
+    turned: bool = False
 
     @classmethod
-    def of(cls, weight: Weight) -> "Module":
-        """The module of a stored weight."""
+    def of(cls, weight: Weight, source: Source) -> "Module":
+        """The module of a weight that `source` stores."""
         form = None if weight.encoding is Encoding.PLAIN else Format.of(weight)
         leaves = frozenset(tensor.spec.name.rpartition(".")[2] for tensor in weight.tensors)
-        return cls(weight.name, weight.shape, weight.label, leaves, form)
+        scales = weight.scale.spec.dtype if weight.encoding is Encoding.FP8 and weight.scale else None
+        within = "" if weight.data.spec.name in source.tensors else _fused_tensor(weight.name, source)
+        turned = weight.slab is not None
+        return cls(weight.name, weight.shape, weight.label, leaves, form, scales, within, turned)
 
     @property
     def encoding(self) -> Encoding:
@@ -53,9 +62,19 @@ class Module:
         return self.name.module.rpartition(".")[2]
 
 
+def _fused_tensor(name: TensorName, source: Source) -> str:
+    """The tensor of all experts of a layer that holds the expert's weight `name`."""
+    experts = f"{name.module.partition('.experts.')[0]}.experts"
+    projection = "down_proj" if name.module.endswith(".down_proj") else "gate_up_proj"
+    return next(
+        stored for stored in (f"{experts}.{projection}", f"{experts}.{projection}.weight") if stored in source.tensors
+    )
+
+
 @dataclass(frozen=True)
 class Site:
-    """The weights of one name but for the number of their expert that are stored alike: the first, and their number."""
+    """The weights of one name but for the number of their expert that are stored alike, and whose global scales are
+    equal to their partners' or not: the first, and their number."""
 
     module: Module
     count: int
@@ -70,6 +89,7 @@ class Facts:
     signed           whether INT4 scales may be negative
     targets          the engines that must load it
     folded           whether KV scales were folded into the weights
+    whole            all of config.json, of which `config` may be a part; None where it is not known
     unequal_globals  fused projections whose parts have different NVFP4 global scales, with the values in words; None
                      where the values are not known
     """
@@ -82,6 +102,7 @@ class Facts:
     unequal_globals: Mapping[str, str] | None = None
     targets: frozenset[str] = ALL_ENGINES
     folded: bool = False
+    whole: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -96,20 +117,33 @@ class Facts:
     ) -> "Facts":
         """The facts of a stored checkpoint."""
         quantization = source.quantization_config or None
-        modules = tuple(map(Module.of, weights))
-        layers = source.num_hidden_layers
-        return cls(modules, source.text_config, quantization, layers, signed, unequal_globals, targets, folded)
+        return cls(
+            modules=tuple(Module.of(weight, source) for weight in weights),
+            config=source.text_config,
+            quantization=quantization,
+            num_hidden_layers=source.num_hidden_layers,
+            signed=signed,
+            unequal_globals=unequal_globals,
+            targets=targets,
+            folded=folded,
+            whole=source.config,
+        )
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """All modules, those that differ in the number of their expert only counted together."""
+        """All modules, those that differ in the number of their expert only counted together, unless their global
+        scales say otherwise."""
         found: dict[Any, list[Module]] = {}
         for module in self.modules:
             name = module.name
             place = _EXPERT.sub(".experts.0.", name.module) if ".experts." in name.module else name.module
-            key = (place, name.leaf, module.shape, module.label, module.leaves, module.format)
+            key = (place, self.unequal(module), replace(module, name=TensorName("", name.leaf)))
             found.setdefault(key, []).append(module)
         return tuple(Site(group[0], len(group)) for group in found.values())
+
+    def unequal(self, module: Module) -> str | None:
+        """The global scales of `module` and of what it is fused with, in words, where they are known to differ."""
+        return (self.unequal_globals or {}).get(module.name.fused_projection or "")
 
     @property
     def model_type(self) -> str:

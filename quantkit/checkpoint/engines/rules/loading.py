@@ -2,8 +2,8 @@
 
 from quantkit.checkpoint.engines import is_linear
 from quantkit.checkpoint.engines.rules.facts import FOUR_BITS, Facts, Module
-from quantkit.checkpoint.engines.rules.rule import BOTH, Rule, Status
-from quantkit.checkpoint.weights import Encoding
+from quantkit.checkpoint.engines.rules.rule import Rule
+from quantkit.checkpoint.weights import Encoding, Strategy
 from quantkit.naming import Role
 
 _DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
@@ -69,23 +69,6 @@ def _indexer(facts: Facts, module: Module, engine: str, ranks: int) -> str | Non
     )
 
 
-def _surplus_indexer(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    layer = module.name.layer
-    if layer is None or facts.is_mtp(module):
-        return None
-    pattern = facts.config.get("index_topk_pattern")
-    if pattern is not None:
-        skipped = layer < len(pattern) and pattern[layer] == "S"
-    else:
-        offset, frequency = facts.config.get("index_skip_topk_offset", 2), facts.config.get("index_topk_freq", 1)
-        skipped = max(layer - offset + 1, 0) % frequency != 0
-    return "is an indexer's, in a layer where vLLM builds none" if skipped else None
-
-
-def _router_bias(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    return None if module.label == "f32" else f"is {module.label}, too coarse to tell experts apart"
-
-
 def _mtp_of_modelopt(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
     return (
         f"is {module.label}; SGLang builds the MTP layer of a ModelOpt checkpoint unquantized"
@@ -94,16 +77,20 @@ def _mtp_of_modelopt(facts: Facts, module: Module, engine: str, ranks: int) -> s
     )
 
 
-def _unequal_globals(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    values = (facts.unequal_globals or {}).get(module.name.fused_projection or "")
-    return f"and its partners have the global scales {values}" if values else None
+def _merged_blocks(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    assert module.format is not None
+    block = _linear_block(facts)
+    if block == module.format.block:
+        return None
+    said = f"blocks of {block[0]}x{block[1]}" if block else "no blocks"
+    return f"is {module.label} and merged with its partner; for the class Linear, the config says {said}"
 
 
 RULES = (
     Rule(
         "fused-partners",
         "modules that are fused into one have one format",
-        "a fused module has one scheme and one set of parameters",
+        "a fused module has one scheme and one set of parameters: vLLM stops, SGLang may leave the others unwritten",
         {
             "vLLM": f"{_VLLM_CT}/utils.py: should_ignore_layer",
             "SGLang": "srt/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",
@@ -115,7 +102,7 @@ RULES = (
     Rule(
         "plain-modules",
         "router, embedding, eh_proj and norms are plain",
-        "they are built without a quantization config",
+        "they are built without a quantization config: packed ones stop vLLM, and SGLang leaves their weight unwritten",
         {
             "vLLM": "models/deepseek_v32/nvidia/mtp.py: DeepseekV32MultiTokenPredictorLayer; "
             "model_executor/models/deepseek_mtp.py: DeepSeekMultiTokenPredictorLayer",
@@ -159,15 +146,6 @@ RULES = (
         _indexer,
     ),
     Rule(
-        "surplus-indexer",
-        "layers that share another's indexer carry none",
-        "the CUDA loader finds no parameter for such a tensor and stops",
-        {"vLLM": "models/deepseek_v32/nvidia/model.py: load_weights; models/deepseek_v32/attention.py"},
-        "Take these tensors out of the source.",
-        lambda facts, module: facts.model_type in ("glm_moe_dsa", "deepseek_v32") and ".indexer." in module.name.module,
-        _surplus_indexer,
-    ),
-    Rule(
         "modelopt-mtp",
         "the MTP layer of a ModelOpt checkpoint is plain",
         "the draft model is built without the quantization config",
@@ -177,33 +155,22 @@ RULES = (
         _mtp_of_modelopt,
     ),
     Rule(
-        "shared-globals",
-        "NVFP4 weights that are fused have one global scale",
-        "of two, an engine takes one for both: the other weight is wrong by their ratio",
+        "merged-blocks",
+        "for FP8 blocks that are merged with others, the class Linear has the same block in the config",
+        "their scales are cut by that block, whatever group they belong to; without one, the load stops",
         {
-            "vLLM": f"{_VLLM_CT}/schemes/compressed_tensors_w4a4_nvfp4.py and "
-            "compressed_tensors_moe/compressed_tensors_moe_w4a4_nvfp4.py: process_weights_after_loading",
-            "SGLang": "srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4_moe.py: "
-            "process_weights_after_loading",
+            "SGLang": "srt/layers/linear.py: MergedColumnParallelLinear, QKVParallelLinear (weight_loader_v2); "
+            "srt/layers/quantization/compressed_tensors/compressed_tensors.py: weight_block_size"
         },
-        "Convert the model from its source with quantkit.",
+        "Respell a checkpoint of quantkit with quantkit convert --respell; else give these roles the scheme bf16.",
         lambda facts, module: (
-            facts.unequal_globals is not None
-            and module.encoding is Encoding.NVFP4
-            and module.name.fused_projection is not None
+            facts.method == "compressed-tensors"
+            and is_linear(module)
+            and module.format is not None
+            and module.format.strategy == Strategy.BLOCK
+            and module.name.role is not Role.ROUTED_EXPERT
+            and module.projection in ("gate_proj", "up_proj", "q_proj", "k_proj", "v_proj")
         ),
-        _unequal_globals,
-    ),
-    Rule(
-        "router-bias",
-        "the router's correction bias is FP32",
-        "in BF16, GLM-5.2's values fall together and other experts are chosen",
-        dict(
-            zip(BOTH, ("models/deepseek_v32/nvidia/model.py: MoE", "srt/models/deepseek_v2.py: MoEGate"), strict=True)
-        ),
-        "Convert from a source that holds it in FP32.",
-        lambda facts, module: module.name.role is Role.ROUTER_BIAS,
-        _router_bias,
-        Status.WARNING,
+        _merged_blocks,
     ),
 )

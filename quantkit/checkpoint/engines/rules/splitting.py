@@ -95,7 +95,33 @@ def _is_fp8_block(module: Module) -> bool:
     return module.encoding is Encoding.FP8 and module.format is not None and module.format.strategy == "block"
 
 
+def _heads(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
+    """Of the cached heads of GQA, ranks get whole ones each, or share one."""
+    heads = int(facts.config.get("num_attention_heads") or 1)
+    if heads % ranks:
+        return f"has {heads} heads, which {ranks} ranks do not share"
+    cached = 1 if facts.config.get("kv_lora_rank") else int(facts.config.get("num_key_value_heads") or heads)
+    if max(cached, ranks) % min(cached, ranks):
+        return f"comes with {cached} heads in the KV cache, which {ranks} ranks do not share"
+    return None
+
+
 RULES = (
+    Rule(
+        "heads",
+        "ranks divide the attention heads, and cached heads divide the ranks or the other way round",
+        "a head is on one rank",
+        {
+            "vLLM": "config/model.py: verify_with_parallel_config; model_executor/models/llama.py: LlamaAttention",
+            "SGLang": "srt/models/llama.py: LlamaAttention; srt/models/deepseek_v2.py: DeepseekV2AttentionMLA",
+        },
+        "Serve it on a number of ranks that divides the heads (in SGLang, also with --enable-dp-attention).",
+        lambda facts, module: (
+            module.name.role is Role.ATTENTION and module.projection in ("q_proj", "q_b_proj") and is_linear(module)
+        ),
+        _heads,
+        shared=_shared,
+    ),
     Rule(
         "fp8-merged",
         "of FP8 blocks in a fused module, only the last part's rows may be no whole number of blocks",

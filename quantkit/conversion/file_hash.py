@@ -1,27 +1,26 @@
-"""The sha256 of a source shard, taken step by step while the shard is converted."""
+"""The sha256 of a shard: of a source's step by step while it is converted, of a finished one's as a whole."""
 
 import hashlib
 import os
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from quantkit.checkpoint.source import Source, readable
+from quantkit.checkpoint.source import readable
 from quantkit.errors import SourceError
 
 _READ_BYTES = 1 << 20
 _STEP_BYTES = 16 << 20  # less is not worth a step
 
 
-class SourceHash:
-    """The hash of `shard`, made by the one thread of `hasher`.
+class FileHash:
+    """The hash of the file `path`, made by `hasher`; if in steps, by its one thread.
 
     What is hashed was converted before, and is taken out of the page cache: it is not needed again, the cache keeps
     what was in it, and the next pieces find pages that are free already.
     """
 
-    def __init__(self, source: Source, shard: str, hasher: Executor) -> None:
-        assert source.folder is not None
-        self._path = Path(source.folder / shard)
+    def __init__(self, path: Path, hasher: Executor) -> None:
+        self._path = path
         self._hasher = hasher
         self._sha256 = hashlib.sha256()
         self._asked = self._done = 0
@@ -55,7 +54,7 @@ class SourceHash:
                 count = os.preadv(file.fileno(), [buffer[: end - self._done]], self._done)
                 if count == 0:
                     what = f"{self._path}: ended early; it was changed meanwhile"
-                    raise SourceError(what, hint="Download it again, and start anew with --overwrite.")
+                    raise SourceError(what, hint="Let nothing else write there, and run again.")
                 self._sha256.update(buffer[:count])
                 self._done += count
             os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
