@@ -37,7 +37,6 @@ _MORE = {  # ways that need one family of a kind
     "deepseek-v3-fp8_block": ("mtp-quantize", "mtp-keep", "mtp-drop"),
     "llama-bf16": ("int4-g64", "int4-g128"),
 }
-_ARCHITECTURES = {"glm4_moe_lite": "Glm4MoeLiteForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
 _DSA = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
 
 # Sizes that eight ranks share in whole blocks of 128, and heads in whole numbers.
@@ -98,7 +97,6 @@ class Outputs:
         folder = self.folder / "sources" / toy
         if not folder.exists():
             write_family(folder, _SOURCES[toy].checkpoint, changes=_SOURCES[toy].changes)
-            _complete(folder / "config.json")
         return folder
 
     def output(self, toy: str, way: str) -> Path | None:
@@ -112,16 +110,6 @@ class Outputs:
             if result.exit_code:
                 self.refused[name] = str(result.exception)
         return None if name in self.refused else folder
-
-
-def _complete(path: Path) -> None:
-    """Add the keys of published configs that those in fixtures/configs leave out."""
-    config = json.loads(path.read_text())
-    if architecture := _ARCHITECTURES.get(config["model_type"]):
-        config["architectures"] = [architecture]
-    if vision := config.get("vision_config"):
-        vision |= {f"init_{key}": vision[key] for key in ("pos_emb_height", "pos_emb_width", "pos_emb_time")}
-    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def cases(toys: Mapping[str, Toy]) -> list[tuple[str, str]]:

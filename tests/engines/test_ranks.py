@@ -14,17 +14,7 @@ from engines.verdicts import disagreements
 RANKS = (2, 8)
 SHARED, CUT = cases(WIDE), cases(NARROW)
 ENGINES: dict[str, Callable[[Path, int, int], Iterator[Job]]] = {"vLLM": vllm_jobs, "SGLang": sglang_jobs}
-_HEADS = "no rule yet: the ranks must divide the attention heads"
-EXCEPTIONS = {
-    ("deepseek-v3-4-experts--bf16 on 8 ranks", "SGLang"): "no rule yet: no fewer experts than ranks",
-    **{(f"llama-9-heads--bf16 on {ranks} ranks", engine): _HEADS for ranks in RANKS for engine in ENGINES},
-    **{
-        (f"{toy}--{way} on 8 ranks", engine): _HEADS
-        for toy in ("glm-5.2-fp8_block", "kimi-k2-instruct-fp8_block")
-        for way in ("int4-bf16", "bf16")
-        for engine in ENGINES
-    },
-}
+EXCEPTIONS = {("deepseek-v3-4-experts--bf16 on 8 ranks", "SGLang"): "no rule yet: no fewer experts than ranks"}
 
 
 @dataclass(frozen=True)

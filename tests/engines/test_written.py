@@ -17,11 +17,7 @@ REFUSED = {  # their experts are INT4 already
     (toy, way) for toy in ("kimi-k2-thinking-int4", "kimi-k2.5-int4") for way in ("int4", "int4-signed", "int4-bf16")
 }
 UNREAD = {("glm-5.2-fp8_block_u8", SOURCE)}  # by SGLang, fusion or not
-EXCEPTIONS = {
-    ("glm-5.2-fused3d--source", "vLLM"): "no rule yet: the names of experts in 3-D tensors, experts.down_proj",
-    ("glm-5.2-fp8_block_u8--source", "vLLM"): "no rule yet: U8 scales of FP8 blocks are taken for numbers",
-    ("glm-5.2-fp8_block_u8--source", "SGLang"): "no rule yet: U8 scales of FP8 blocks are refused",
-}
+EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 
 @dataclass(frozen=True)
