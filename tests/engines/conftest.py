@@ -1,6 +1,8 @@
 """What the tests of this folder share: the engines' environment, and what quantkit writes."""
 
 import os
+import shutil
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,6 +20,8 @@ def engines_environment() -> None:
 
 
 @pytest.fixture(scope="session")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outputs]:
     """Checkpoints, written when they are asked for; not to be changed."""
-    return Outputs(tmp_path_factory.mktemp("engines"))
+    folder = tmp_path_factory.mktemp("engines")
+    yield Outputs(folder)
+    shutil.rmtree(folder)  # pytest would keep the last three
