@@ -133,7 +133,9 @@ def _show_manifest(manifest: Manifest) -> None:
         f"source {source.total_bytes:,} bytes in {source.num_tensors:,} tensors; "
         f"output {manifest.total_bytes:,} bytes in {manifest.num_tensors:,} tensors ({ratio:.1%})"
     )
-    if manifest.files:
+    if manifest.respelled:
+        _OUT.print(f"{len(manifest.files)} files; of them config.json is new, and describes the same tensors")
+    elif manifest.files:
         _OUT.print(f"{len(manifest.files)} files written")
 
 

@@ -106,6 +106,7 @@ def test_in_place_only_two_files_change(quantkit: Runner, old: Path, toy: Path) 
     assert before.keys() == after.keys()
     assert quantkit("verify", str(old), "--against", str(toy))[0] == 0
     code, _, err = quantkit("convert", str(old), "--respell", "--in-place")
+
     assert code == 1
     assert "nothing to respell" in err
 
@@ -156,6 +157,13 @@ def test_what_is_not_quantkits_is_refused(change: Callable[[Path], None], words:
         respell(old)
     assert caught.value.hint
     assert contents(old) == before
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    """It is named, and stays away."""
+    with pytest.raises(PlanError, match="no such folder"):
+        respell(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_another_dialect_has_one_spelling(toy: Path, tmp_path: Path) -> None:

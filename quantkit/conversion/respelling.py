@@ -43,10 +43,13 @@ def respell(folder: str | Path, output: str | Path | None = None, *, overwrite: 
     output     the folder to make, of hard links to all other files of `folder`; None changes `folder` itself
     overwrite  replace an output of quantkit that is already there
 
-    Raises PlanError where there is nothing to respell, and for what an engine could not load all the same; SourceError
-    for a folder that quantkit did not write or whose config.json was changed since.
+    Raises PlanError where there is nothing to respell, for a folder that quantkit did not write or whose config.json
+    was changed since, and for what an engine could not load all the same; OutputError as conversions do, and where
+    hard links cannot be.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise PlanError(f"{folder}: no such folder", hint="Give the folder of a checkpoint that quantkit wrote.")
     if output is None:
         with lock(folder, RESPELL.name):
             made = _respelling(folder)
