@@ -48,7 +48,7 @@ $(ENGINES_READY): tests/engines/requirements.txt $(READY)
 	touch $@
 
 test-engines: engines-env
-	QUANTKIT_ENGINES=required OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines
+	QUANTKIT_ENGINES=required OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/engines
 
 lint: setup
 	$(BIN)/ruff check
