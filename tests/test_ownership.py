@@ -241,6 +241,20 @@ def test_overwrite_takes_what_is_left_of_its_own(toy: Path, toy_int4: Path, tmp_
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in toy_int4.iterdir()}
 
 
+def test_resume_of_a_finished_run_reads_every_byte(
+    toy: Path, toy_int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a shard however large: one flipped bit is found."""
+    monkeypatch.setattr("quantkit.checkpoint.occupancy._HASHED_BYTES", 0)
+    path = shutil.copytree(toy_int4, tmp_path / "out") / "model-00002-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    with pytest.raises(OutputError, match=r"model-00002-of-00002.safetensors is another one"):
+        quantkit.convert(toy, tmp_path / "out", resume=True)
+
+
 def test_resume_of_a_finished_run_looks_at_its_files(toy: Path, toy_int4: Path, tmp_path: Path) -> None:
     """A finished conversion whose shard or config is gone or changed is not called finished."""
     for change, words in ((cut_shard, "another one"), (lambda folder: (folder / "config.json").unlink(), "gone")):

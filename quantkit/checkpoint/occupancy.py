@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from quantkit.checkpoint.digest import GATE_FILE
+from quantkit.checkpoint.digest import GATE_FILE, hash_files
 from quantkit.checkpoint.journal import COMMANDS, IN_PLACE, Command, Opening, read_opening, shards_of
 from quantkit.checkpoint.manifest import is_of_others
 from quantkit.checkpoint.source import readable
@@ -140,12 +140,14 @@ class Occupant:
         return None
 
     def damage(self) -> str | None:
-        """The first file of a finished run that is gone or another one, in words."""
-        for name, file in sorted(self.listing.files.items() if self.listing else ()):
+        """The first file of a finished run that is gone or another one, in words; every byte is read."""
+        listed = dict(sorted(self.listing.files.items())) if self.listing else {}
+        for name, file in listed.items():
             path = self.folder / name
-            if not path.is_file() or _differs(path, file):
+            if not path.is_file() or path.stat().st_size != file.nbytes:
                 return f"{name} is {'another one' if path.exists() else 'gone'}"
-        return None
+        found = hash_files({name: self.folder / name for name in listed})
+        return next((f"{name} is another one" for name, file in listed.items() if found[name] != file), None)
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
