@@ -28,6 +28,7 @@ WAYS = {
     "mtp-quantize": [*INT4, "--mtp", "quantize"],
     "mtp-keep": [*INT4, "--mtp", "keep"],
     "mtp-drop": [*INT4, "--mtp", "drop"],
+    "nvfp4-mtp-keep": [*NVFP4, "--mtp", "keep"],
     "modelopt-mtp-keep": [*MODELOPT, "--mtp", "keep", "--rest", "bf16"],
 }
 _EVERYWHERE = ("int4", "int4-signed", "int4-bf16", "nvfp4", "modelopt", "bf16")
@@ -63,7 +64,9 @@ UNUSUAL = {  # storages of sources in which no model is published
     "glm-5.2-fp8_block_u8": Toy("glm-5.2-fp8_block_u8", (SOURCE, "int4")),
 }
 MANY_EXPERTS = {  # as many as are published: 256 are what SGLang fuses one shared expert with, and 384 are not
-    "glm-5.2-256": Toy("glm-5.2-fp8_block", ("int4", "nvfp4", "modelopt"), {"n_routed_experts": 256}),
+    "glm-5.2-256": Toy(
+        "glm-5.2-fp8_block", ("int4", "nvfp4", "modelopt", "mtp-keep", "nvfp4-mtp-keep"), {"n_routed_experts": 256}
+    ),
     "kimi-k2-384": Toy("kimi-k2-instruct-fp8_block", ("int4", "nvfp4"), {"n_routed_experts": 384}),
 }
 _SHARED_OUT = ("int4", "int4-g64", "int4-g128", "int4-bf16", "nvfp4", "bf16")
