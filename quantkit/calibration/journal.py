@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibration.report import LayerCalibration
-from quantkit.calibration.states import hash_file
+from quantkit.calibration.states import hash_states
 from quantkit.checkpoint.journal import CALIBRATE, Opening, append_line, reopen_journal
 from quantkit.checkpoint.writer import LOCK_FILE, clear
 from quantkit.errors import OutputError
@@ -50,7 +50,7 @@ class Journal:
 
 
 def _check(path: Path, sha256: str | None) -> None:
-    found = hash_file(path) if path.is_file() else None
+    found = hash_states(path) if path.is_file() else None
     if found is None or found != (sha256 or found):
         what = f"{path} is {'gone' if found is None else f'damaged: sha256 {found}, and {sha256} was written'}"
         raise OutputError(what, hint="Start anew with --overwrite.")

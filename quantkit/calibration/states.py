@@ -6,20 +6,19 @@
 Reads and writes are plain ones: a memory map would count as resident.
 """
 
-import hashlib
 import os
 from pathlib import Path
 
 import torch
 
+from quantkit.checkpoint.digest import hash_file
 from quantkit.errors import OutputError
 
 
-def hash_file(path: Path) -> str:
-    """The sha256 of a file. Raises OutputError for one that cannot be read."""
+def hash_states(path: Path) -> str:
+    """The sha256 of a file of states. Raises OutputError for one that cannot be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hash_file(path).sha256
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -16,7 +16,7 @@ import torch
 from quantkit.calibration.budget import Budget
 from quantkit.calibration.choosing import Sample
 from quantkit.calibration.recording import GQA_PARTS, MLA_PARTS, RecordingCache, pick_positions
-from quantkit.calibration.states import HiddenStates, RowFile, hash_file
+from quantkit.calibration.states import HiddenStates, RowFile, hash_states
 from quantkit.calibration.statistics import Spread
 from quantkit.models.cache import Step
 from quantkit.models.config import MlaConfig
@@ -124,7 +124,7 @@ class LayerStream:
             self._choices.sync()
             if dsa and following < len(dsa.full) and not dsa.full[following]:
                 kept.append(self._choices.path)
-        return {path.name: hash_file(path) for path in kept}
+        return {path.name: hash_states(path) for path in kept}
 
     def advance(self) -> None:
         """Go on to the next layer."""

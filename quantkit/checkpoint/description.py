@@ -69,8 +69,10 @@ class Format:
     activations: bool = False
 
     @classmethod
-    def of(cls, weight: Weight) -> "Format":
-        """The format of a stored weight that is not plain."""
+    def of(cls, weight: Weight) -> "Format | None":
+        """The format of a stored weight; None for a plain one."""
+        if weight.encoding is Encoding.PLAIN:
+            return None
         assert weight.block is not None
         if weight.encoding is not Encoding.FP8:
             return cls.groups(weight.encoding, weight.block[1], activations=weight.input_scale is not None)

@@ -50,6 +50,13 @@ def list_files(folder: Path) -> dict[str, Path]:
     return kept
 
 
+def hash_file(path: Path) -> File:
+    """The size and sha256 of a file, read whole; OSError where it cannot be, which callers put in their own words."""
+    with path.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        return File(stream.tell(), sha256)
+
+
 def hash_files(
     paths: Mapping[str, Path], *, workers: int = 2, progress: Callable[[int], None] = lambda done: None
 ) -> dict[str, File]:
@@ -59,9 +66,8 @@ def hash_files(
     """
 
     def work(path: Path) -> File:
-        with readable(path), path.open("rb") as stream:
-            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-            file = File(stream.tell(), sha256)
+        with readable(path):
+            file = hash_file(path)
         progress(file.nbytes)
         return file
 

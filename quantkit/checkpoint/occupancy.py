@@ -4,14 +4,13 @@ Only what is quantkit's beyond doubt is gone on with or removed: a run by its jo
 and then every other file by the list that the two hold.
 """
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from quantkit.checkpoint.digest import GATE_FILE, hash_files
+from quantkit.checkpoint.digest import GATE_FILE, hash_file, hash_files
 from quantkit.checkpoint.journal import COMMANDS, IN_PLACE, Command, Opening, read_opening, shards_of
 from quantkit.checkpoint.manifest import is_of_others
 from quantkit.checkpoint.source import readable
@@ -168,7 +167,4 @@ def _differs(path: Path, file: File) -> bool:
     """Whether a file is not the one that is recorded, as far as a look at it tells."""
     if path.stat().st_size != file.nbytes:
         return True
-    if file.nbytes > _HASHED_BYTES:
-        return False
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256
+    return file.nbytes <= _HASHED_BYTES and hash_file(path) != file

@@ -57,16 +57,14 @@ class Output:
         return own_run(self.path, self.command) if self.resume else None
 
     def finished(self) -> Listing | None:
-        """The manifest of a run that has ended here, when it is to be gone on with.
+        """The manifest of a run that has ended here, when it is to be gone on with; `check_whole` is to follow."""
+        return read_listing(self.path, self.kind) if self.resume and not find_run(self.path) else None
 
-        Raises OutputError for one of whose files any is gone or changed.
-        """
-        if not self.resume or find_run(self.path) or (listing := read_listing(self.path, self.kind)) is None:
-            return None
+    def check_whole(self, listing: Listing) -> None:
+        """Raise OutputError if a file of a finished run is gone or changed; every byte is read."""
         with explained(self.path):
             if damage := Occupant(self.path, None, listing).damage():
                 raise OutputError(f"{self.path} holds a finished run whose {damage}", hint=self.another())
-        return listing
 
     def another(self) -> str:
         """A hint for a finished run that is in the way: --overwrite is named only if it would be done."""

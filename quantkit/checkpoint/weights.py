@@ -63,7 +63,8 @@ class Weight:
     packed_shape  INT4's `weight_shape`
     global_scale  NVFP4's FP32 scale of the tensor, in the spelling of `dialect`
     input_scale   the static scale of the activations that the weight meets
-    slab          where an expert lies in a fused tensor whose rows are not its own
+    within        of an expert in a fused tensor, that tensor's name
+    slab          where the expert lies in it, if its rows are not the expert's own
     """
 
     name: TensorName
@@ -77,6 +78,7 @@ class Weight:
     global_scale: StoredTensor | None = None
     input_scale: StoredTensor | None = None
     dialect: Dialect | None = None
+    within: str | None = None
     slab: Slab | None = None
 
     @property
@@ -149,10 +151,7 @@ def read_weights(source: Source) -> tuple[Weight, ...]:
     left = [tensor for tensor in source.tensors.values() if tensor.spec.name not in used]
     for tensor in left:
         if parts := split_experts(tensor, source):
-            weights.extend(
-                Weight(TensorName.parse(data.spec.name), Encoding.PLAIN, data.spec.shape, data, slab=slab)
-                for data, slab in parts
-            )
+            weights.extend(_expert_weight(tensor, data, slab) for data, slab in parts)
         else:
             weights.append(_plain_weight(tensor))
     return tuple(weights)
@@ -265,6 +264,12 @@ def _scalar(tensor: StoredTensor | None) -> StoredTensor | None:
     if tensor is not None and (tensor.spec.dtype not in FLOAT_DTYPES or prod(tensor.spec.shape) != 1):
         raise SourceError(f"{tensor.spec.name} is {tensor.spec.dtype} {list(tensor.spec.shape)}, not one number")
     return tensor
+
+
+def _expert_weight(tensor: StoredTensor, data: StoredTensor, slab: Slab | None) -> Weight:
+    """The expert that has the part `data` of the fused `tensor`."""
+    name = TensorName.parse(data.spec.name)
+    return Weight(name, Encoding.PLAIN, data.spec.shape, data, within=tensor.spec.name, slab=slab)
 
 
 def _plain_weight(tensor: StoredTensor) -> Weight:

@@ -172,9 +172,8 @@ class OutputFolder:
             sync(self.path, os.O_DIRECTORY)
 
 
-def text_file(text: str) -> File:
-    """What a text is as a file."""
-    data = text.encode("utf-8")
+def file_of(data: bytes) -> File:
+    """What bytes are as a file."""
     return File(len(data), hashlib.sha256(data).hexdigest())
 
 

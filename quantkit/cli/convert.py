@@ -58,8 +58,12 @@ def convert(
     """
     from quantkit import console, conversion
 
-    changes = (int4, nvfp4, bf16, recipe, group_size, dialect, scale, rest, mtp, resume, trust_source, revision)
-    _check(changes, resume=resume, overwrite=overwrite, respell=respell, in_place=in_place)
+    targets = (int4, nvfp4, bf16, recipe is not None)
+    if sum(targets) > 1:
+        raise UsageError("--int4, --nvfp4, --bf16 and --recipe exclude each other")
+    changed = any(value is not None for value in (group_size, dialect, scale, rest, mtp, revision))
+    converts = changed or any(targets) or resume or trust_source
+    _check(converts=converts, respell=respell, in_place=in_place, resume=resume, overwrite=overwrite)
     if respell:
         manifest = _respell(model, output, in_place=in_place, overwrite=overwrite, dry_run=dry_run)
         return console.show(manifest, as_json=as_json)
@@ -78,13 +82,11 @@ def convert(
     return console.show(manifest, as_json=as_json)
 
 
-def _check(changes: tuple[object, ...], *, resume: bool, overwrite: bool, respell: bool, in_place: bool) -> None:
-    """Raise UsageError for options that exclude each other; the first four of `changes` say what is to come out."""
+def _check(*, converts: bool, respell: bool, in_place: bool, resume: bool, overwrite: bool) -> None:
+    """Raise UsageError for options that exclude each other; `converts` stands for those of a conversion alone."""
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
-    if sum(map(bool, changes[:4])) > 1:
-        raise UsageError("--int4, --nvfp4, --bf16 and --recipe exclude each other")
-    if respell and any(changes):
+    if respell and converts:
         raise UsageError("--respell changes no weight: it goes with -o, --overwrite, --in-place and --dry-run only")
     if in_place and not respell:
         raise UsageError("--in-place goes with --respell", hint="A conversion writes a new folder: give -o FOLDER.")

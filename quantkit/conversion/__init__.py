@@ -19,7 +19,7 @@ from quantkit.checkpoint.manifest import made_from, read_manifest
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.weights import Encoding, read_weights
-from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart, text_file
+from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart, file_of
 from quantkit.conversion.journal import Journal, open_with
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
@@ -195,6 +195,7 @@ def _finished(plan: Plan, target: Output) -> Manifest | None:
         or not {job.shard for job in plan.jobs} <= found.files.keys()
     ):
         raise OutputError(f"{target.path} holds another conversion", hint=target.another())
+    target.check_whole(found)
     return found
 
 
@@ -214,7 +215,7 @@ def _add_small_files(plan: Plan, beside: Mapping[str, Path], folder: OutputFolde
     for name, side_file in beside.items():
         files[name] = folder.copy(side_file, name)
     for name, text in plan.texts.items():
-        files[name] = text_file(text)
+        files[name] = file_of(text.encode())
         if name != CONFIG_FILE:
             folder.write_text(name, text)
     return files

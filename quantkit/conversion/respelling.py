@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.config import splice
-from quantkit.checkpoint.description import describe
+from quantkit.checkpoint.description import Format
 from quantkit.checkpoint.digest import list_files
-from quantkit.checkpoint.engines.rules import Facts, Module
+from quantkit.checkpoint.engines.rules import Facts
 from quantkit.checkpoint.journal import RESPELL, Opening
 from quantkit.checkpoint.lock import lock
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.occupancy import is_idle
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source, open_source
-from quantkit.checkpoint.spelling import KV_SCALES
 from quantkit.checkpoint.weights import Weight, read_weights
-from quantkit.checkpoint.writer import MANIFEST_FILE, check_apart, text_file, write_whole
+from quantkit.checkpoint.writer import MANIFEST_FILE, check_apart, file_of, write_whole
 from quantkit.errors import PlanError
-from quantkit.naming import TensorName
+from quantkit.plan import describe_weights
 from quantkit.plan.checks import check_engines
 from quantkit.recipe import Dialect, EngineName
 from quantkit.report import Manifest
@@ -84,7 +83,7 @@ def _respelling(folder: Path) -> _Respelling:
     weights = read_weights(source)
     quantization = _describe(source, weights)
     text = splice(source.config_text, quantization)
-    before, now, after = manifest.files.get(CONFIG_FILE), text_file(source.config_text), text_file(text)
+    before, now, after = manifest.files.get(CONFIG_FILE), file_of(source.config_text.encode()), file_of(text.encode())
     if before is None or now not in (before, after):
         raise PlanError(
             f"{folder / CONFIG_FILE} is not as quantkit wrote it", hint="Put back the file of the conversion."
@@ -108,7 +107,5 @@ def _respelling(folder: Path) -> _Respelling:
 def _describe(source: Source, weights: tuple[Weight, ...]) -> dict[str, Any]:
     if source.quantization_config.get("quant_method") != Dialect.COMPRESSED_TENSORS:
         raise PlanError(f"{source.name} is no compressed-tensors checkpoint: it has one spelling", hint="Serve it.")
-    matrices = [weight for weight in weights if len(weight.shape) == 2]
-    modules = [(TensorName(weight.module, "weight"), Module.of(weight, source).format) for weight in matrices]
-    kv_scales = any(weight.name.leaf in KV_SCALES for weight in weights)
-    return describe(modules, source.num_hidden_layers, Dialect.COMPRESSED_TENSORS, kv_scales=kv_scales)
+    formats = ((weight, Format.of(weight)) for weight in weights)
+    return describe_weights(formats, source.num_hidden_layers, Dialect.COMPRESSED_TENSORS)

@@ -1,6 +1,5 @@
 """`-o OUT`: a copy of the checkpoint with patches, or with embedded scales. OUT loads only when all of it is there."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from quantkit.checkpoint.digest import GATE_FILE, list_files
 from quantkit.checkpoint.journal import FOLD, Opening
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
-from quantkit.checkpoint.writer import MANIFEST_FILE, OutputFolder
+from quantkit.checkpoint.writer import MANIFEST_FILE, OutputFolder, file_of
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan
 from quantkit.folding.shards import Hashes, Progress, can_clone, file_size, write_shard
@@ -77,7 +76,7 @@ def write_copy(
     }
     proof = prove(replace(source, folder=target.path, tensors=moved))
     config_text = additions.texts.get(CONFIG_FILE, source.config_text)
-    files[CONFIG_FILE] = _file(config_text.encode())
+    files[CONFIG_FILE] = file_of(config_text.encode())
     manifest = folded_manifest(plan, made, before, files)
     folder.seal(_with_additions(manifest, additions, config_text).to_json(), config_text)
     return proof
@@ -98,7 +97,7 @@ def _copy_others(paths: Mapping[str, Path], folder: OutputFolder, additions: Add
             shard.append(memoryview(data))
             shard.finish()
         folder.publish(name)
-        files[name] = _file(data)
+        files[name] = file_of(data)
     for name, text in additions.texts.items():
         if name != CONFIG_FILE:
             files[name] = File(len(text.encode()), folder.write_text(name, text))
@@ -117,7 +116,3 @@ def _with_additions(manifest: Manifest, additions: Additions, config_text: str) 
         total_bytes=manifest.total_bytes + 4 * len(additions.kv_scales),
         file_bytes=manifest.file_bytes + sum(map(len, additions.shards.values())),
     )
-
-
-def _file(data: bytes) -> File:
-    return File(len(data), hashlib.sha256(data).hexdigest())

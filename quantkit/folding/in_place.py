@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.checkpoint.digest import GATE_FILE, hash_files, list_files
+from quantkit.checkpoint.digest import GATE_FILE, hash_file, hash_files, list_files
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
 from quantkit.checkpoint.journal import IN_PLACE, Opening
 from quantkit.checkpoint.lock import lock
@@ -233,8 +233,8 @@ def _roll_back(folder: Path, journal: Journal) -> None:
 
 def _check_old(folder: Path, journal: Journal) -> None:
     """Raise OutputError if the old bytes in `folder` are not those that the journal recorded."""
-    with readable(folder / OLD_BYTES), (folder / OLD_BYTES).open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    with readable(folder / OLD_BYTES):
+        found = hash_file(folder / OLD_BYTES).sha256
     if journal.old_sha256 not in (None, found):
         what = f"{folder / OLD_BYTES} is damaged: sha256 {found}, and {journal.old_sha256} was written"
         raise OutputError(f"{what}; nothing is put back", hint="Download or convert the checkpoint again.")

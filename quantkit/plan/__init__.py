@@ -13,18 +13,18 @@ from functools import cached_property
 from typing import Any
 
 from quantkit.checkpoint.config import MODELOPT_FILE, MTP_KEY, replace_value, splice
-from quantkit.checkpoint.description import describe, modelopt_file
+from quantkit.checkpoint.description import Format, describe, modelopt_file
 from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, Source
 from quantkit.checkpoint.spelling import KV_SCALES
-from quantkit.checkpoint.weights import Encoding, read_weights
+from quantkit.checkpoint.weights import Encoding, Weight, read_weights
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
 from quantkit.plan.checks import check_engines, planned_facts
 from quantkit.plan.steps import Step, make_steps
 from quantkit.recipe import Dialect, Mtp, Recipe
 
-__all__ = ["Plan", "ShardJob", "Step", "make_plan"]
+__all__ = ["Plan", "ShardJob", "Step", "describe_weights", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,23 @@ def _quantization_config(source: Source, recipe: Recipe, steps: Iterable[Step]) 
             f"{source.name} is already converted: the recipe {recipe.name} would change nothing",
             hint="Serve it as it is; for other numbers, convert the checkpoint that it was made from.",
         )
-    matrices = (step for step in steps if len(step.weight.shape) == 2)
-    modules = [(TensorName(step.weight.module, "weight"), step.format) for step in matrices]
-    return describe(modules, source.num_hidden_layers, recipe.dialect, kv_scales=any(map(_is_kv_scale, steps)))
+    formats = ((step.weight, step.format) for step in steps)
+    return describe_weights(formats, source.num_hidden_layers, recipe.dialect)
 
 
-def _is_kv_scale(step: Step) -> bool:
-    return step.weight.name.leaf in KV_SCALES
+def describe_weights(
+    weights: Iterable[tuple[Weight, Format | None]], num_hidden_layers: int, dialect: Dialect
+) -> dict[str, Any]:
+    """The `quantization_config` of these weights in these formats: of the matrices, and of scales of a KV cache if some
+    are among them. Raises PlanError for two 4-bit formats."""
+    weights = list(weights)
+    matrices = [(TensorName(weight.module, "weight"), form) for weight, form in weights if len(weight.shape) == 2]
+    kv_scales = any(weight.name.leaf in KV_SCALES for weight, _ in weights)
+    return describe(matrices, num_hidden_layers, dialect, kv_scales=kv_scales)
 
 
 def _kv_warnings(steps: Iterable[Step]) -> Iterable[str]:
-    if names := [str(step.weight.name) for step in steps if _is_kv_scale(step)]:
+    if names := [str(step.weight.name) for step in steps if step.weight.name.leaf in KV_SCALES]:
         more = f" (and {len(names) - 1:,} more)" if len(names) > 1 else ""
         yield f"{names[0]}{more} stays 1.0: engines read scales of a KV cache only if a quantization_config says so"
 

@@ -11,7 +11,7 @@ from quantkit.card import CARD_FILE, Card, Facts, make_card, parse_card
 from quantkit.checkpoint.digest import GATE_FILE, digest_of, earlier_digests, hash_files, list_files
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE
-from quantkit.checkpoint.writer import MANIFEST_FILE
+from quantkit.checkpoint.writer import MANIFEST_FILE, file_of
 from quantkit.errors import CheckFailed, QuantkitError, SourceError, UsageError
 from quantkit.publish.publication import Publication, Target
 from quantkit.recipe import find_alias
@@ -66,7 +66,7 @@ def preflight(
         raise _refusal(folder, target, problems)
     data = card.encode()
     uploads = [Upload(name, paths[name], file) for name, file in facts.files.items()]
-    uploads.append(Upload(CARD_FILE, data, File(len(data), hashlib.sha256(data).hexdigest())))
+    uploads.append(Upload(CARD_FILE, data, file_of(data)))
     return Publication(target, *found, tuple(uploads), card, _warnings(folder, facts))
 
 

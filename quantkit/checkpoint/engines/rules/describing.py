@@ -148,7 +148,7 @@ RULES = (
         lambda facts, module: (
             facts.whole is not None
             and module.name.role is Role.VISION
-            and (module.name.module.endswith("patch_embed.proj"), module.name.leaf) == (True, "weight")
+            and str(module.name).endswith("patch_embed.proj.weight")
         ),
         _tower_size,
     ),

@@ -28,7 +28,7 @@ class Module:
     leaves  of the tensors that hold it
     format  as a config describes it; None for a plain one
     scales  the dtype of an FP8 weight's scales, where it is known
-    within  of an expert that is stored with all others of its layer, their tensor; else none
+    within  of an expert that is stored with all others of its layer, their tensor
     turned  whether that is transposed
     """
 
@@ -38,18 +38,24 @@ class Module:
     leaves: frozenset[str]
     format: Format | None = None
     scales: str | None = None
-    within: str = ""
+    within: str | None = None
     turned: bool = False
 
     @classmethod
-    def of(cls, weight: Weight, source: Source) -> "Module":
-        """The module of a weight that `source` stores."""
-        form = None if weight.encoding is Encoding.PLAIN else Format.of(weight)
+    def of(cls, weight: Weight) -> "Module":
+        """The module of a stored weight."""
         leaves = frozenset(tensor.spec.name.rpartition(".")[2] for tensor in weight.tensors)
         scales = weight.scale.spec.dtype if weight.encoding is Encoding.FP8 and weight.scale else None
-        within = "" if weight.data.spec.name in source.tensors else _fused_tensor(weight.name, source)
-        turned = weight.slab is not None
-        return cls(weight.name, weight.shape, weight.label, leaves, form, scales, within, turned)
+        return cls(
+            name=weight.name,
+            shape=weight.shape,
+            label=weight.label,
+            leaves=leaves,
+            format=Format.of(weight),
+            scales=scales,
+            within=weight.within,
+            turned=weight.slab is not None,
+        )
 
     @property
     def encoding(self) -> Encoding:
@@ -60,15 +66,6 @@ class Module:
     def projection(self) -> str:
         """The last part of its name."""
         return self.name.module.rpartition(".")[2]
-
-
-def _fused_tensor(name: TensorName, source: Source) -> str:
-    """The tensor of all experts of a layer that holds the expert's weight `name`."""
-    experts = f"{name.module.partition('.experts.')[0]}.experts"
-    projection = "down_proj" if name.module.endswith(".down_proj") else "gate_up_proj"
-    return next(
-        stored for stored in (f"{experts}.{projection}", f"{experts}.{projection}.weight") if stored in source.tensors
-    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class Facts:
         """The facts of a stored checkpoint."""
         quantization = source.quantization_config or None
         return cls(
-            modules=tuple(Module.of(weight, source) for weight in weights),
+            modules=tuple(map(Module.of, weights)),
             config=source.text_config,
             quantization=quantization,
             num_hidden_layers=source.num_hidden_layers,
@@ -144,6 +141,12 @@ class Facts:
     def unequal(self, module: Module) -> str | None:
         """The global scales of `module` and of what it is fused with, in words, where they are known to differ."""
         return (self.unequal_globals or {}).get(module.name.fused_projection or "")
+
+    @cached_property
+    def linear(self) -> tuple[Mapping[str, Any], ...]:
+        """The `weights` of the config groups whose target is the class `Linear`; SGLang looks at no others for some."""
+        groups = ((self.quantization or {}).get("config_groups") or {}).values()
+        return tuple(group["weights"] for group in groups if "Linear" in group["targets"])
 
     @property
     def model_type(self) -> str:

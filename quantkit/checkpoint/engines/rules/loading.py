@@ -40,11 +40,8 @@ def _kv_b(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
 
 def _linear_block(facts: Facts) -> tuple[int, int] | None:
     """The FP8 block of the group whose target is the class `Linear`."""
-    for group in ((facts.quantization or {}).get("config_groups") or {}).values():
-        if "Linear" in group["targets"]:
-            block = group["weights"].get("block_structure")
-            return (block[0], block[1]) if block else None
-    return None
+    block = next((weights.get("block_structure") for weights in facts.linear), None)
+    return (block[0], block[1]) if block else None
 
 
 def _qkv_a(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:

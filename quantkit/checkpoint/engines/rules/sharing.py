@@ -17,9 +17,7 @@ def _linear_target(facts: Facts, module: Module, engine: str, ranks: int) -> str
 
 
 def _linear_is_int4(facts: Facts) -> bool:
-    groups = ((facts.quantization or {}).get("config_groups") or {}).values()
-    linear = (group["weights"] for group in groups if "Linear" in group["targets"])
-    return any(weights.get("type") == "int" and weights.get("num_bits") == 4 for weights in linear)
+    return any(weights.get("type") == "int" and weights.get("num_bits") == 4 for weights in facts.linear)
 
 
 def _meets_four_bits(facts: Facts, module: Module) -> bool:
