@@ -2,15 +2,16 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from families import PUBLISHED, write_family
 from typer.testing import CliRunner
 
 from engines.jobs import Job
+from engines.running import Reports, load_all
 from quantkit.cli import app
 
 INT4, NVFP4, MODELOPT, BF16 = ["--int4"], ["--nvfp4"], ["--nvfp4", "--format", "modelopt"], ["--bf16"]
@@ -140,3 +141,34 @@ def sglang_jobs(folder: Path, ranks: int = 1, rank: int = 0) -> Iterator[Job]:
 def _mtp(config: Mapping[str, Any]) -> tuple[bool, ...]:
     """Whether there is a draft model beside the main one."""
     return (False, True) if config.get("text_config", config).get("num_nextn_predict_layers") else (False,)
+
+
+JOBS: dict[str, Callable[[Path, int, int], Iterator[Job]]] = {"vLLM": vllm_jobs, "SGLang": sglang_jobs}
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Key]):
+    """Checkpoints, and what the engines made of them: of all models of each, on the first and the last of the ranks."""
+
+    folders: Mapping[Key, Path]
+    reports: Mapping[str, Reports]
+
+    @classmethod
+    def of(cls, folders: Mapping[Key, Path], ranks: Iterable[int] = (1,)) -> "Loaded[Key]":
+        """Every checkpoint in both engines, for each number of ranks."""
+        asked = cls(folders, {})
+        jobs = {
+            engine: [job for key in folders for number in ranks for job in asked.jobs(key, engine, number)]
+            for engine in JOBS
+        }
+        return cls(folders, load_all(jobs))
+
+    def jobs(self, key: Key, engine: str, ranks: int = 1) -> list[Job]:
+        """The models that an engine builds of a checkpoint."""
+        ends = dict.fromkeys((0, ranks - 1))
+        return [job for rank in ends for job in JOBS[engine](self.folders[key], ranks, rank)]
+
+    def asked(self, key: Key, engine: str, ranks: int = 1) -> tuple[str, Reports, list[Job]]:
+        """What `disagreements` takes of an engine."""
+        return engine, self.reports[engine], self.jobs(key, engine, ranks)

@@ -1,18 +1,13 @@
 """Checkpoints that break a rule, or seem to: the rule book says of each what vLLM and SGLang make of it."""
 
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from engines.broken import VARIANTS, Checkpoint
-from engines.jobs import Job
-from engines.outputs import Outputs, sglang_jobs, vllm_jobs
-from engines.running import Reports, load_all
+from engines.outputs import JOBS, Loaded, Outputs
 from engines.verdicts import Verdict, disagreements, happened
 
-ENGINES = {"vLLM": vllm_jobs, "SGLang": sglang_jobs}
 _GLM = "glm-5.2-fp8_block"
 _COMPLETENESS = "whether anything is missing is what `quantkit verify` asks, not the rules"
 _SURPLUS = "no rule knows all tensors of an architecture: this one is left out, and no engine says so"
@@ -28,20 +23,8 @@ EXCEPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Broken:
-    """All variants, and what the engines made of them."""
-
-    folders: dict[str, Path]
-    reports: dict[str, Reports]
-
-    def jobs(self, name: str, engine: str) -> list[Job]:
-        """The models that an engine builds of a variant."""
-        return list(ENGINES[engine](self.folders[name]))
-
-
 @pytest.fixture(scope="module")
-def broken(outputs: Outputs, tmp_path_factory: pytest.TempPathFactory) -> Broken:
+def broken(outputs: Outputs, tmp_path_factory: pytest.TempPathFactory) -> Loaded[str]:
     """Every variant in both engines."""
     place = tmp_path_factory.mktemp("broken")
     folders = {}
@@ -52,16 +35,14 @@ def broken(outputs: Outputs, tmp_path_factory: pytest.TempPathFactory) -> Broken
         for change in variant.changes:
             change(checkpoint)
         folders[name] = checkpoint.write(place / str(number))
-    jobs = {engine: [job for folder in folders.values() for job in make(folder)] for engine, make in ENGINES.items()}
-    return Broken(folders, load_all(jobs))
+    return Loaded.of(folders)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", JOBS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_rule_book_agrees(broken: Broken, name: str, engine: str) -> None:
+def test_the_rule_book_agrees(broken: Loaded[str], name: str, engine: str) -> None:
     """`quantkit engines` says of a variant what happens, or the exception stands in the table."""
-    asked = [(engine, broken.reports[engine], broken.jobs(name, engine))]
-    found = list(disagreements(name, broken.folders[name], asked))
+    found = list(disagreements(name, broken.folders[name], [broken.asked(name, engine)]))
 
     assert bool(found) == ((name, engine) in EXCEPTIONS), "\n".join(map(str, found))
 
@@ -72,17 +53,17 @@ def test_exceptions_are_of_variants() -> None:
     assert all(EXCEPTIONS.values())
 
 
-def test_variants_are_good_and_bad(broken: Broken) -> None:
+def test_variants_are_good_and_bad(broken: Loaded[str]) -> None:
     """There are at least forty, and each engine takes some and refuses some."""
     assert len(VARIANTS) >= 40
-    for engine in ENGINES:
+    for engine in JOBS:
         fates = Counter(happened(broken.reports[engine], broken.jobs(name, engine))[0] for name in VARIANTS)
         assert fates[Verdict.LOADS] >= 10
         assert fates[Verdict.BROKEN] >= 20
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_left_over_is_named(broken: Broken, engine: str) -> None:
+@pytest.mark.parametrize("engine", JOBS)
+def test_what_is_left_over_is_named(broken: Loaded[str], engine: str) -> None:
     """A parameter that no tensor fills is unwritten, and a tensor that no parameter holds is not taken."""
     missing, surplus = (
         broken.reports[engine][broken.jobs(name, engine)[0]]

@@ -1,47 +1,27 @@
 """Tensor parallelism: the first and the last of 2 and of 8 ranks have their part of every weight."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 
-from engines.jobs import Job
-from engines.outputs import NARROW, WIDE, Outputs, cases, sglang_jobs, vllm_jobs
-from engines.running import Reports, load_all
+from engines.outputs import JOBS, NARROW, WIDE, Loaded, Outputs, cases
 from engines.verdicts import disagreements
 
+Case = tuple[str, str]
 RANKS = (2, 8)
 SHARED, CUT = cases(WIDE), cases(NARROW)
-ENGINES: dict[str, Callable[[Path, int, int], Iterator[Job]]] = {"vLLM": vllm_jobs, "SGLang": sglang_jobs}
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 
-@dataclass(frozen=True)
-class Shared:
-    """All cases, and what each engine's first and last ranks made of them."""
-
-    folders: dict[tuple[str, str], Path]
-    reports: dict[str, Reports]
-
-    def jobs(self, case: tuple[str, str], engine: str, ranks: int) -> list[Job]:
-        """The models that the first and the last rank build of a case."""
-        return [job for rank in (0, ranks - 1) for job in ENGINES[engine](self.folders[case], ranks, rank)]
-
-
 @pytest.fixture(scope="module")
-def shared(outputs: Outputs) -> Shared:
+def shared(outputs: Outputs) -> Loaded[Case]:
     """Every case in both engines."""
     written = {case: outputs.output(*case) for case in (*SHARED, *CUT)}
-    made = Shared({case: folder for case, folder in written.items() if folder is not None}, {})
-    asked = {e: [job for case in made.folders for ranks in RANKS for job in made.jobs(case, e, ranks)] for e in ENGINES}
-    return Shared(made.folders, load_all(asked))
+    return Loaded.of({case: folder for case, folder in written.items() if folder is not None}, RANKS)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", JOBS)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", SHARED, ids="--".join)
-def test_each_rank_has_its_part(shared: Shared, case: tuple[str, str], ranks: int, engine: str) -> None:
+def test_each_rank_has_its_part(shared: Loaded[Case], case: tuple[str, str], ranks: int, engine: str) -> None:
     """Sizes that eight ranks can share: INT4 in groups of 32, 64, 128, NVFP4 in both dialects, FP8 and BF16 rests."""
     reports = [shared.reports[engine][job] for job in shared.jobs(case, engine, ranks)]
 
@@ -50,7 +30,7 @@ def test_each_rank_has_its_part(shared: Shared, case: tuple[str, str], ranks: in
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_rule_book_agrees(shared: Shared, ranks: int) -> None:
+def test_the_rule_book_agrees(shared: Loaded[Case], ranks: int) -> None:
     """`quantkit engines --tp N` says of each case what happens, or the exception stands in the table."""
     found = [
         row
@@ -58,7 +38,7 @@ def test_the_rule_book_agrees(shared: Shared, ranks: int) -> None:
         for row in disagreements(
             f"{'--'.join(case)} on {ranks} ranks",
             folder,
-            [(engine, shared.reports[engine], shared.jobs(case, engine, ranks)) for engine in ENGINES],
+            [shared.asked(case, engine, ranks) for engine in JOBS],
             ranks,
         )
     ]

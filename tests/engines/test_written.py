@@ -1,18 +1,15 @@
 """What quantkit writes loads in vLLM and SGLang, and every parameter is what the files say; the rule book agrees."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from engines.jobs import Job
-from engines.outputs import MANY_EXPERTS, SOURCE, TOYS, UNUSUAL, Outputs, cases, sglang_jobs, vllm_jobs
-from engines.running import Reports, load_all
+from engines.outputs import JOBS, MANY_EXPERTS, SOURCE, TOYS, UNUSUAL, Loaded, Outputs, cases
 from engines.verdicts import Verdict, disagreements, happened
 
+Case = tuple[str, str]
 CASES = cases({**TOYS, **MANY_EXPERTS, **UNUSUAL})
-ENGINES = {"vLLM": vllm_jobs, "SGLang": sglang_jobs}
 REFUSED = {  # their experts are INT4 already
     (toy, way) for toy in ("kimi-k2-thinking-int4", "kimi-k2.5-int4") for way in ("int4", "int4-signed", "int4-bf16")
 }
@@ -20,28 +17,15 @@ UNREAD = {("glm-5.2-fp8_block_u8", SOURCE)}  # by SGLang, fusion or not
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """All cases that were written, and what the engines made of them."""
-
-    folders: dict[tuple[str, str], Path]
-    reports: dict[str, Reports]
-
-    def jobs(self, case: tuple[str, str], engine: str) -> list[Job]:
-        """The models that an engine builds of a case."""
-        return list(ENGINES[engine](self.folders[case]))
-
-
 @pytest.fixture(scope="module")
-def loaded(outputs: Outputs) -> Loaded:
+def loaded(outputs: Outputs) -> Loaded[Case]:
     """Every case in both engines."""
     written = {case: outputs.output(*case) for case in CASES}
     folders = {case: folder for case, folder in written.items() if folder is not None}
-    jobs = {engine: [job for folder in folders.values() for job in make(folder)] for engine, make in ENGINES.items()}
-    return Loaded(folders, load_all(jobs))
+    return Loaded.of(folders)
 
 
-def test_what_is_refused_is_known(loaded: Loaded) -> None:
+def test_what_is_refused_is_known(loaded: Loaded[Case]) -> None:
     """Everything is written but what is INT4 already."""
     assert set(CASES) - set(loaded.folders) == REFUSED
 
@@ -51,9 +35,9 @@ def needs_flag(case: tuple[str, str], engine: str) -> bool:
     return engine == "SGLang" and case[0].startswith("glm-4") and case[1] == "modelopt"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", JOBS)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED and case[1] != SOURCE], ids="--".join)
-def test_an_output_loads(loaded: Loaded, case: tuple[str, str], engine: str) -> None:
+def test_an_output_loads(loaded: Loaded[Case], case: tuple[str, str], engine: str) -> None:
     """Main model, draft model, and vLLM's classes of CUDA; without a flag, but for ModelOpt's format of GLM-4.x."""
     verdict, fault = happened(loaded.reports[engine], loaded.jobs(case, engine))
 
@@ -66,7 +50,7 @@ def stops_without_fusion(case: tuple[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED | UNREAD], ids="--".join)
-def test_without_fusion(loaded: Loaded, case: tuple[str, str]) -> None:
+def test_without_fusion(loaded: Loaded[Case], case: tuple[str, str]) -> None:
     """With --disable-shared-experts-fusion, all loads in SGLang but 4-bit shared experts of GLM-4.5 and 4.6."""
     jobs = [job for job in loaded.jobs(case, "SGLang") if not job.fusion]
     reports = [loaded.reports["SGLang"][job] for job in jobs]
@@ -77,14 +61,12 @@ def test_without_fusion(loaded: Loaded, case: tuple[str, str]) -> None:
         assert [report.fault for report in reports if not report.right] == []
 
 
-def test_the_rule_book_agrees(loaded: Loaded) -> None:
+def test_the_rule_book_agrees(loaded: Loaded[Case]) -> None:
     """`quantkit engines` says of each case what happens, sources included, or the exception stands in the table."""
     found = [
         row
         for case, folder in loaded.folders.items()
-        for row in disagreements(
-            "--".join(case), folder, [(engine, loaded.reports[engine], loaded.jobs(case, engine)) for engine in ENGINES]
-        )
+        for row in disagreements("--".join(case), folder, [loaded.asked(case, engine) for engine in JOBS])
     ]
 
     assert {row[:2] for row in found} == set(EXCEPTIONS), "\n".join(map(str, found))
@@ -100,7 +82,7 @@ COUNTED: dict[str, tuple[str, Callable[[Job], bool], int]] = {
 
 
 @pytest.mark.parametrize("kind", COUNTED)
-def test_enough_is_compared(loaded: Loaded, kind: str) -> None:
+def test_enough_is_compared(loaded: Loaded[Case], kind: str) -> None:
     """No part of the cases is empty: so many models of a kind, of fourteen modules (a tied Llama) and more each."""
     engine, chosen, least = COUNTED[kind]
     compared = [report for job, report in loaded.reports[engine].items() if chosen(job) and report.right]
