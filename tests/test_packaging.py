@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from support.paths import ROOT
+
 LINKED = ("kernels", "eval", "recipes")
 
 
