@@ -1,6 +1,7 @@
 # make demo   set up, convert the embedded checkpoint, verify it, and compare it with its source
 # make test   set up and pass the tests, in WORKERS processes (2 by default)
-# make test-engines  the same with vLLM's and SGLang's own loaders (tests/engines), which `make engines-env` installs
+# make test-all      pass all of them: the exhaustive ones and those of test-engines, too
+# make test-engines  those with vLLM's and SGLang's own loaders (tests/engine_loaders), which `make engines-env` installs
 # make lint   ruff and mypy
 # make bench  weight errors, and conversion speed against the disk's on made-up GLM shards (SIZE_GB=4 by default);
 #             PEERS=1 installs llm-compressor and AutoRound and compares with them (minutes)
@@ -15,7 +16,7 @@ OUT := build/demo
 SIZE_GB ?= 4
 WORKERS ?= 2
 
-.PHONY: setup demo test engines-env test-engines lint bench
+.PHONY: setup demo test test-all engines-env test-engines lint bench
 
 setup: $(READY)
 
@@ -32,14 +33,19 @@ demo: setup
 	$(BIN)/quantkit convert $(MODEL) --bf16 --output $(OUT)/bf16
 	$(BIN)/quantkit eval $(OUT)/int4 --baseline $(OUT)/bf16 --text $(MODEL)/heldout.txt
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/engines
+	$(PYTEST) --dist worksteal --ignore tests/engine_loaders -m "not exhaustive" --hypothesis-profile quick
+
+test-all: setup test-engines
+	$(PYTEST) --dist worksteal --ignore tests/engine_loaders
 
 engines-env: $(ENGINES_READY)
 
 # The engines have an interpreter of their own, as they pin what the project has newer. It sees the project's packages
 # (torch, transformers) behind its own, by a path that is written last, so that pip meets none of them.
-$(ENGINES_READY): tests/engines/requirements.txt $(READY)
+$(ENGINES_READY): tests/engine_loaders/requirements.txt $(READY)
 	rm -rf $(ENGINES)
 	$(BIN)/python -m venv --without-pip $(ENGINES)
 	$(BIN)/python -m pip --python $(ENGINES)/bin/python install --quiet --no-deps --requirement $<
@@ -48,7 +54,7 @@ $(ENGINES_READY): tests/engines/requirements.txt $(READY)
 	touch $@
 
 test-engines: engines-env
-	QUANTKIT_ENGINES=required OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/engines
+	QUANTKIT_ENGINES=required $(PYTEST) --dist loadfile tests/engine_loaders
 
 lint: setup
 	$(BIN)/ruff check

@@ -21,11 +21,15 @@ from support.paths import GLM_TINY
 from support.toys import ToyMaker, toy_tensors, write_toy
 
 # fixtures of files of one topic; a module comes before those that import it
-_FIXTURES = ("program", "runnable", "folds", "generating", "phase_plans", "hub.pushing", "hub.pulling")
+_FIXTURES = ("core_seconds", "program", "runnable", "folds", "generating", "phase_plans", "hub.pushing", "hub.pulling")
 pytest_plugins = [f"support.{module}" for module in _FIXTURES]
 
-hypothesis.settings.register_profile("quantkit", deadline=None)  # a busy machine is no fault
-hypothesis.settings.load_profile("quantkit")
+gc.set_threshold(100_000, 50, 50)  # the headers of published models are half a million objects, and hold no garbage
+hypothesis.settings.register_profile("all", deadline=None)  # a busy machine is no fault
+hypothesis.settings.register_profile(
+    "quick", deadline=None, derandomize=True, database=None, max_examples=15, stateful_step_count=30
+)
+hypothesis.settings.load_profile("all")
 os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when triton is imported, which is later
 
 
@@ -91,14 +95,6 @@ def harness() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accuracy, "_task_manager", lambda: manager)
         yield lm_eval
-
-
-@pytest.fixture(scope="module")
-def no_garbage() -> Iterator[None]:
-    """The headers of published models are half a million objects; looking for garbage in them takes long."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ Exit codes: 0 ok, 1 known error, 2 usage, 3 a check failed, 4 a check cannot dec
 object under --json; all talk is on stderr. QUANTKIT_DEBUG=1 shows the traceback of a known error.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -62,6 +63,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    gc.set_threshold(100_000, 50, 50)  # a model's headers are half a million objects: looking for garbage took a third
     try:
         app(prog_name="quantkit")
     except QuantkitError as error:

@@ -12,8 +12,6 @@ from quantkit.checkpoint.source import Source
 from quantkit.naming import Role, TensorName
 from support.headers import config_of, layers_with, published, specs_below
 
-pytestmark = pytest.mark.usefixtures("no_garbage")
-
 # after the published layout: every Linear for each channel, activations for each token, routers and head left out
 CHANNELS: dict[str, Any] = {
     "quant_method": "compressed-tensors",

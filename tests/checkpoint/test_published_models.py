@@ -14,8 +14,6 @@ from quantkit.errors import SourceError
 from quantkit.naming import Role, TensorName
 from support.headers import config_of, layers_with, published, specs_below
 
-pytestmark = pytest.mark.usefixtures("no_garbage")
-
 
 @pytest.mark.parametrize(
     ("model", "tensors", "nbytes"),

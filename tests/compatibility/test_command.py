@@ -31,7 +31,6 @@ def status_of(report: Compatibility, rule: str, engine: str) -> str:
 
 
 @pytest.mark.parametrize("model", ["kimi-k2.6", "glm-5.2", "nvidia-glm-5.2-nvfp4"])
-@pytest.mark.usefixtures("no_garbage")
 def test_what_engines_serve_breaks_no_rule(model: str, tmp_path: Path) -> None:
     """Published checkpoints that vLLM and SGLang are known to serve at eight ranks."""
     report = check_compatibility(config_file(tmp_path, model), tp=8)
@@ -41,7 +40,6 @@ def test_what_engines_serve_breaks_no_rule(model: str, tmp_path: Path) -> None:
     assert len(report.results) == sum(len(rule.sources) for rule in RULES)
 
 
-@pytest.mark.usefixtures("no_garbage")
 def test_a_list_that_hits_other_layers_is_broken_and_leaves_with_3(tmp_path: Path) -> None:
     """`model.layers.7` in NVIDIA's list: vLLM would take layers 70 to 77 for plain; --json says so, too."""
     config = json.loads(config_of("nvidia-glm-5.2-nvfp4"))

@@ -1,5 +1,5 @@
 """vLLM's greedy answers and log-probabilities in float32. Runs in the engines' interpreter, one model a process:
-`python -m engines.vllm_generate CHECKPOINT PROMPTS ANSWERS`.
+`python -m engine_loaders.vllm_generate CHECKPOINT PROMPTS ANSWERS`.
 
 vLLM runs as it is, but for the kernel of INT4 linears: the CPU's needs AVX-512 and BF16. The one put in its place
 decodes the weight when it is loaded, by vLLM's own order of codes, and multiplies in float32.

@@ -1,4 +1,4 @@
-"""vLLM's own loader on a CPU. Runs in the engines' interpreter: `python -m engines.vllm_loader JOBS REPORTS`.
+"""vLLM's own loader on a CPU. Runs in the engines' interpreter: `python -m engine_loaders.vllm_loader JOBS REPORTS`.
 
 What runs is vLLM's: config classes, the choice of the model class, model classes, quantization configs and schemes,
 `create_weights`, weight loaders, `load_weights`. Replaced are only the choice of kernels, which vLLM makes while it

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit import ops
@@ -168,7 +168,6 @@ def test_plain_equals_exact_fractions(row: list[float], exponent: int) -> None:
     assert codes == [nearest_code(Fraction(value), SCALES[scale]) for value in row]
 
 
-@settings(deadline=None)
 @given(groups, st.integers(-100, 100))
 def test_search_takes_the_best_neighbour(row: list[float], exponent: int) -> None:
     """The scale of a search is a neighbour of the plain one, and none has a smaller error, the plain one included."""

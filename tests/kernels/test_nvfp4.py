@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit import ops
@@ -119,7 +119,6 @@ def test_extreme_scales(exponent: int, block_scale: int) -> None:
 finite_bytes = st.integers(0, 254).filter(lambda byte: byte != 0x7F)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.lists(finite_bytes, min_size=32, max_size=32), min_size=1, max_size=4),
     st.lists(st.floats(2.0**-30, 1, width=32), min_size=2, max_size=2),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -99,7 +99,6 @@ def test_rotation_turns_pairs(interleaved: bool) -> None:
         torch.testing.assert_close(torch.complex(actual[..., first], actual[..., second]), expected, rtol=0, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=50)
 @given(first=st.integers(0, 2000), second=st.integers(0, 2000), shift=st.integers(0, 2000), interleaved=st.booleans())
 def test_products_depend_on_distance(first: int, second: int, shift: int, interleaved: bool) -> None:
     """A query and a key that are moved together have the same product."""

@@ -12,7 +12,7 @@ from support.plans import BF16_REST, INT4, count_labels
 
 
 @pytest.fixture(scope="module")
-def published_plans(no_garbage: None) -> dict[str, Plan]:
+def published_plans() -> dict[str, Plan]:
     """The plans of the two INT4 recipes for GLM-5.2, which take seconds."""
     alias = find_alias("glm-5.2")
     assert alias is not None

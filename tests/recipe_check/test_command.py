@@ -331,7 +331,7 @@ def test_what_is_wrong_is_named_with_its_rule(recipes: Runner, write: Writer, gl
 
 
 @pytest.fixture
-def nvidia(no_garbage: None) -> dict[str, tuple[str, tuple[int, ...]]]:
+def nvidia() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of every tensor of nvidia/GLM-5.2-NVFP4."""
     return {
         name: (tensor.spec.dtype, tensor.spec.shape)

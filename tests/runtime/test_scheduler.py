@@ -110,9 +110,7 @@ class Serving(RuleBasedStateMachine):
         self.pool.allocator.check()
 
 
-Serving.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+Serving.TestCase.settings = settings(suppress_health_check=[HealthCheck.too_slow])
 TestServing = Serving.TestCase
 
 

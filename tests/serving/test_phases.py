@@ -21,7 +21,7 @@ from quantkit.serving.weighing import Choice, choose
 from support.paths import CONFIGS
 from support.phase_plans import FP8
 
-pytestmark = pytest.mark.usefixtures("no_garbage", "in_a_folder_of_its_own")
+pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,6 @@ from quantkit.serving.fit import GIB, Deployment, describe, plan_serving, report
 from quantkit.serving.published import int4_experts_only
 from support.paths import CONFIGS
 
-pytestmark = pytest.mark.usefixtures("no_garbage")
-
 REFUSED = {
     "glm-4.7-flash": "its config has no n_shared_experts",
     "glm-5.3": "model type None",

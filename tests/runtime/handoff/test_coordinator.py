@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.errors import HandoffError, RequestError, SourceError, WorkerError
@@ -223,7 +223,6 @@ def test_system_without_processes_is_a_typed_error() -> None:
         slot.start(1.0)
 
 
-@settings(max_examples=100)
 @given(st.integers())
 def test_any_order_of_events(seed: int) -> None:
     """Whatever workers do and when they die, whoever is aborted and taken, and however full shared memory is: every

@@ -553,7 +553,5 @@ class BoardMachine(RuleBasedStateMachine):
             assert done.error or done.finish is Finish.ABORTED or done.tokens == (40, 41, 42)
 
 
-BoardMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+BoardMachine.TestCase.settings = settings(suppress_health_check=list(HealthCheck))
 TestBoard = BoardMachine.TestCase

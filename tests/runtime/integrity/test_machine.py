@@ -184,7 +184,5 @@ class _Scene(faults.Scene):
     """Two requests, the second of which is the victim."""
 
 
-Guarded.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+Guarded.TestCase.settings = settings(suppress_health_check=list(HealthCheck))
 TestGuarded = Guarded.TestCase

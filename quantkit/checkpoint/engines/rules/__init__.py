@@ -9,7 +9,7 @@ sharing    what becomes of shared experts
 splitting  what tensor parallelism asks of shapes
 kernels    what loads, and is slow, less exact or not proved
 
-Paths are those of the packages: `model_executor/...` of vLLM, `srt/...` of SGLang. tests/engines holds the rules
+Paths are those of the packages: `model_executor/...` of vLLM, `srt/...` of SGLang. tests/engine_loaders holds the rules
 against the loaders of vLLM 0.32.0 and SGLang 0.5.23, run on a CPU. No rule was tried on a GPU.
 """
 
