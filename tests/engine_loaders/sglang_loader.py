@@ -1,4 +1,4 @@
-"""SGLang's own loader on a CPU. Runs in the engines' interpreter: `python -m engine_loaders.sglang_loader JOBS REPORTS`.
+"""SGLang's own loader on a CPU. Runs in the engines' interpreter: `python -m engine_loaders.sglang_loader JOBS OUT`.
 
 What runs is SGLang's: server arguments, config and model classes, quantization configs and schemes, `create_weights`,
 weight loaders, `load_weights`. Replaced are packages that a CPU has not (`sglang_stubs`) and questions about the
