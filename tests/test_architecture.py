@@ -1,11 +1,10 @@
-"""The structure that the README draws: imports only go down, each library has one user, files stay short."""
+"""The structure that the README draws: imports only go down, each library has one user, files stay short, tests in rooms."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from support.paths import ROOT
+from support.paths import ROOT, TESTS
 
 LAYERS = {
     "errors": 0,
@@ -37,24 +36,36 @@ LAYERS = {
     "console": 9,
     "cli": 10,
 }
-SOURCES = sorted(
-    path.relative_to(ROOT)
+USERS = {  # the one module that imports a library; YAML is formats that have nothing in common
+    "huggingface_hub": {"remote"},
+    "rich": {"console"},
+    "typer": {"cli"},
+    "transformers": {"eval"},
+    "numba": {"kernels"},
+    "tokenizers": {"runtime"},
+    "jinja2": {"runtime"},
+    "triton": {"kernels"},
+    "matplotlib": {"calibration"},
+    "yaml": {"recipe", "card", "capacity"},  # recipes, the metadata of model cards, the table of GPUs
+}
+TEXTS = {
+    path.relative_to(ROOT): path.read_text()
     for folder in ("quantkit", "kernels", "eval")
-    for path in (ROOT / folder).rglob("*.py")
+    for path in sorted((ROOT / folder).rglob("*.py"))
     if not any(part.is_symlink() for part in path.parents)
-)
+}
+TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 
-def imports(path: Path) -> set[str]:
-    """The modules that a file imports, wherever it does so, types included."""
+def imports(tree: ast.Module) -> set[str]:
+    """The modules that a file imports, wherever it does so, types included; a relative import begins with a dot."""
     found = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
             names = [alias.name for alias in node.names] if node.module == "quantkit" else [""]
-            found.update(f"{node.module}.{name}".rstrip(".") for name in names)
+            found.update("." * node.level + f"{node.module}.{name}".rstrip(".") for name in names)
     return found
 
 
@@ -64,62 +75,73 @@ def module_of(path: Path) -> str:
     return parts[0] if parts[0] != "quantkit" else parts[1].replace("__init__", "")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_imports_go_down(path: Path) -> None:
-    """A module imports strictly lower layers, or its own package."""
-    module = module_of(path)
-    if not module:  # the package's front door, which loads lazily
-        return
-    for name in imports(path):
+IMPORTS = {path: imports(tree) for path, tree in TREES.items()}
+
+
+def test_imports_go_down() -> None:
+    """A module imports strictly lower layers, or its own package; the front door, which loads lazily, may all."""
+
+    def goes_down(module: str, name: str) -> bool:
         package, _, rest = name.partition(".")
-        if package == "quantkit":
-            other = rest.split(".")[0]
-            assert other == module or LAYERS[other] < LAYERS[module], f"{path} imports quantkit.{rest}"
+        other = rest.split(".")[0]
+        return bool(package) and (package != "quantkit" or other == module or LAYERS[other] < LAYERS[module])
+
+    rising = {
+        str(path): names
+        for path, found in IMPORTS.items()
+        if (module := module_of(path)) and (names := [name for name in found if not goes_down(module, name)])
+    }
+    assert rising == {}
 
 
-@pytest.mark.parametrize(
-    ("library", "users"),
-    [
-        ("huggingface_hub", {"remote"}),
-        ("rich", {"console"}),
-        ("typer", {"cli"}),
-        ("transformers", {"eval"}),
-        ("numba", {"kernels"}),
-        ("tokenizers", {"runtime"}),
-        ("jinja2", {"runtime"}),
-        ("triton", {"kernels"}),
-        ("matplotlib", {"calibration"}),
-        ("yaml", {"recipe", "card", "capacity"}),  # recipes, the metadata of model cards, the table of GPUs
-    ],
-)
-def test_one_user(library: str, users: set[str]) -> None:
-    """Each library is imported in the one module that owns it; YAML is formats that have nothing in common."""
-    found = {module_of(path) for path in SOURCES if any(name.split(".")[0] == library for name in imports(path))}
+def test_one_user() -> None:
+    """Each library is imported in the one module that owns it."""
+    found = {
+        library: {module_of(path) for path, names in IMPORTS.items() if library in {n.split(".")[0] for n in names}}
+        for library in USERS
+    }
 
-    assert found == users
+    assert found == USERS
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_files_and_functions_are_short(path: Path) -> None:
+def test_files_and_functions_are_short() -> None:
     """A file has at most 300 lines, and a function's body at most 40, docstring included."""
-    text = (ROOT / path).read_text()
-    assert len(text.splitlines()) <= 300
+    files = [str(path) for path, text in TEXTS.items() if len(text.splitlines()) > 300]
+    functions = [
+        f"{path}: {node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.body[0].lineno >= 40
+    ]
 
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.body[0].lineno < 40, node.name
+    assert (files, functions) == ([], [])
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_public_functions_have_docstrings(path: Path) -> None:
-    """Every module, public class and public function says what it promises."""
-    tree = ast.parse((ROOT / path).read_text())
+def without_docstring(tree: ast.Module) -> Iterator[str]:
+    """The public classes and functions of a module that have none, and the module itself."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     private = {child for node in nodes if node.name.startswith("_") for child in ast.walk(node)}
     nested = {child for node in nodes if isinstance(node, ast.FunctionDef) for child in ast.walk(node) if child != node}
+    if not ast.get_docstring(tree):
+        yield "the module"
+    yield from (node.name for node in nodes if node not in private | nested and not ast.get_docstring(node))
 
-    assert ast.get_docstring(tree)
-    for node in nodes:
-        if node not in private and node not in nested:
-            assert ast.get_docstring(node), f"{path}: {node.name}"
+
+def test_public_functions_have_docstrings() -> None:
+    """Every module, public class and public function says what it promises."""
+    assert [f"{path}: {name}" for path, tree in TREES.items() for name in without_docstring(tree)] == []
+
+
+def test_tests_stand_with_their_subject() -> None:
+    """A folder of tests is called like a room, and no test imports another: what two share is in `support`."""
+    apart = {"support", "fixtures", "engine_loaders", "record"}
+    files = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
+    homeless = [str(path) for path in files if len(path.parts) > 1 and path.parts[0] not in LAYERS.keys() | apart]
+    shared = [
+        f"{path}: {name}"
+        for path in TESTS.rglob("*.py")
+        for name in imports(ast.parse(path.read_text()))
+        if any(part == "conftest" or part.startswith("test_") for part in name.split("."))
+    ]
+
+    assert (homeless, shared) == ([], [])
