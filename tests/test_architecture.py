@@ -1,4 +1,4 @@
-"""The structure that the README draws: imports only go down, each library has one user, files stay short, tests in rooms."""
+"""The structure that the README draws: imports go down, a library has one user, files are short, tests in rooms."""
 
 import ast
 from collections.abc import Iterator

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Alias:
 def load_recipe(name: str | Path) -> Recipe:
     """The built-in recipe `name`, or the one in the YAML file `name`."""
     path = Path(name)
-    return parse_recipe(path.stem if path.suffix in _YAML else str(name), recipe_text(name))
+    return parse_recipe(path.stem, recipe_text(name)) if path.suffix in _YAML else _built_in(str(name))
 
 
 def recipe_text(name: str | Path) -> str:
@@ -207,6 +208,11 @@ def _regex(modules: Any) -> str | None:
         return modules if modules is None else re.compile(modules).pattern
     except (TypeError, re.error) as error:
         raise RecipeError(f"modules is {modules!r}, which is no regular expression: {error}") from None
+
+
+@cache
+def _built_in(name: str) -> Recipe:
+    return parse_recipe(name, recipe_text(name))
 
 
 def _recipe_file(file: str) -> str:

@@ -89,6 +89,7 @@ def test_finished_shards_are_not_converted_again(source: Path, tmp_path: Path, m
     assert {shard: (tmp_path / "out" / shard).stat().st_mtime_ns for shard in done} == before
 
 
+@pytest.mark.exhaustive
 def test_kill_at_random_moments(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     """A process killed again and again never leaves a partial file under a final name, and ends with the same bytes."""
     command = [sys.executable, "-m", "quantkit.cli", "convert", source, "-o", tmp_path / "out", "--resume", "--json"]

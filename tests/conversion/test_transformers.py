@@ -17,6 +17,7 @@ from support.simulation import (
     quiet,
     write_plain,
 )
+from support.tiers import exhaustive
 from support.truth import read_tensors
 
 TOKENS = torch.randint(8, 2000, (2, 160), generator=torch.Generator().manual_seed(0))
@@ -40,9 +41,9 @@ def widen_experts(model: Any, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [
-        ("glm-5.2-int4", torch.float32),
+        exhaustive("glm-5.2-int4", torch.float32),
         ("glm-5.2-int4", torch.bfloat16),
-        ("glm-5.2-int4-bf16rest", torch.bfloat16),
+        exhaustive("glm-5.2-int4-bf16rest", torch.bfloat16),
         ("glm-5.2-nvfp4", torch.bfloat16),
     ],
 )
@@ -65,7 +66,9 @@ def test_logits_are_those_of_the_weights(
     assert effect > 0.02 if quantized else effect == 0
 
 
-@pytest.mark.parametrize("recipe", ["glm-5.2-int4", "glm-5.2-int4-bf16rest", "glm-5.2-nvfp4", "bf16"])
+@pytest.mark.parametrize(
+    "recipe", ["glm-5.2-int4", "glm-5.2-nvfp4", exhaustive("glm-5.2-int4-bf16rest"), exhaustive("bf16")]
+)
 def test_only_mtp_tensors_are_unexpected(glm_tiny_converted: dict[str, Path], recipe: str) -> None:
     """transformers finds every tensor that it needs, and ignores those of the MTP layer and experts' global scales."""
     _, unexpected = load_model(glm_tiny_converted[recipe], torch.bfloat16)

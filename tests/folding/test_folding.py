@@ -1,5 +1,6 @@
 """`fold`: every family in every storage keeps its function exactly, or is refused by name."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from quantkit.folding.report import FoldReport
 from quantkit.models import PlainCache, load
 from quantkit.runtime.scales import Numbers
 from quantkit.verification import verify
-from support.families import FAMILIES, NAMES
+from support.families import FAMILIES, NAMES, PUBLISHED
 from support.folds import HEADS, NOPE, PARTS, RANK, ROPE, VALUE, named
 from support.runnable import Checkpoint, edit_config, write_runnable
+from support.tiers import quick_if
 from support.truth import Array, truth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,7 +104,7 @@ KEPT = ("glm-5.2-", "glm-4.5-", "glm-4.5-air-", "glm-4.7", "llama-bf16")  # fami
 EXACT = [name for name in NAMES if name not in REFUSED and (name.startswith(KEPT) or not name.endswith(ALIKE))]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", quick_if(PUBLISHED.__contains__, EXACT))
 def test_the_model_stays_the_same_function(checkpoint: Checkpoint, name: str, tmp_path: Path) -> None:
     """Two parts for MLA, keys and values for GQA, in every family and storage; `verify` knows what was multiplied."""
     folder, scales = checkpoint(name), PARTS if is_mla(name) else {"v_scale": 0.25}
@@ -144,8 +146,13 @@ def load_one(folder: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("name", ["glm-5.2-bf16", "glm-5.2-f32", "deepseek-v3-bf16", "kimi-k2.5-int4"])
-@pytest.mark.parametrize("halves", [False, True])
+LISTED = ("glm-5.2-bf16", "glm-5.2-f32", "deepseek-v3-bf16", "kimi-k2.5-int4")
+
+
+@pytest.mark.parametrize(
+    ("name", "halves"),
+    quick_if(lambda name, halves: halves == (name == "deepseek-v3-bf16"), itertools.product(LISTED, [False, True])),
+)
 def test_lists_go_to_their_channels_and_pairs(name: str, halves: bool, tmp_path: Path) -> None:
     """A number for each latent channel and each rotated pair, for pairs of neighbours and of halves."""
     folder = write_runnable(tmp_path / "c", name)

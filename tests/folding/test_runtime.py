@@ -14,6 +14,7 @@ from quantkit.runtime.paged_cache import PagedCache, Segment
 from quantkit.runtime.pages import FP8, PagePool
 from quantkit.runtime.scales import KvScales, Numbers, scales_by_layer
 from support.runnable import edit_config, write_runnable
+from support.tiers import exhaustive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,17 +70,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, glm_tiny: Path) -> Call
     ("name", "kind"),
     [
         ("trained", "parts"),
-        ("trained", "common"),
-        ("glm-5.2-fp8_block", "parts"),
-        ("glm-5.2-bf16", "lists"),
-        ("deepseek-v3-fp8_block", "parts"),
-        ("deepseek-v3-bf16", "lists"),
         ("deepseek-v3-bf16+halves", "lists"),
-        ("deepseek-v3-fp8_block", "common"),
         ("kimi-k2.5-int4", "lists"),
         ("glm-4.5-bf16", "common"),
-        ("glm-4.5-air-bf16", "common"),
-        ("llama-fp8_block", "common"),
+        exhaustive("trained", "common"),
+        exhaustive("glm-5.2-fp8_block", "parts"),
+        exhaustive("glm-5.2-bf16", "lists"),
+        exhaustive("deepseek-v3-fp8_block", "parts"),
+        exhaustive("deepseek-v3-bf16", "lists"),
+        exhaustive("deepseek-v3-fp8_block", "common"),
+        exhaustive("glm-4.5-air-bf16", "common"),
+        exhaustive("llama-fp8_block", "common"),
     ],
 )
 def test_folded_equals_the_file(checkpoint: Callable[[str], Path], name: str, kind: str, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_folded_equals_the_file(checkpoint: Callable[[str], Path], name: str, ki
         assert not torch.equal(run(plain, one), with_file)
 
 
-@pytest.mark.parametrize("name", ["trained", "kimi-k2.5-int4", "glm-4.5-bf16"])
+@pytest.mark.parametrize("name", ["glm-4.5-bf16", "kimi-k2.5-int4", exhaustive("trained")])
 def test_other_pages_are_the_same(checkpoint: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     """In pages of the model's own dtype the folded checkpoint computes the bits of the unfolded one."""
     folder = checkpoint(name)

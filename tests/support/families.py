@@ -104,20 +104,14 @@ FAMILIES = {
 }
 
 PUBLISHED = tuple(f"{name}-{storage}" for name, family in FAMILIES.items() for storage in family.published)
+STORED = tuple(f"glm-5.2-{storage}" for storage in STORAGES)  # every storage of one family
+_DENSE = (storage for storage, kind in STORAGES.items() if kind.experts == "apart" and storage != "int4")
 NAMES = tuple(
     dict.fromkeys(
-        (
-            *PUBLISHED,
-            *(f"{family}-bf16" for family in FAMILIES),
-            *(f"glm-5.2-{storage}" for storage in STORAGES),
-            *(
-                f"llama-{storage}"
-                for storage, kind in STORAGES.items()
-                if kind.experts == "apart" and storage != "int4"
-            ),
-        )
+        (*PUBLISHED, *STORED, *(f"{family}-bf16" for family in FAMILIES), *(f"llama-{storage}" for storage in _DENSE))
     )
 )
+DIAGONAL = frozenset((*PUBLISHED, *STORED))  # of all families and storages
 
 
 def family_of(name: str) -> Family:
