@@ -118,7 +118,7 @@ class OutputFolder:
         with explained(self.path / name):
             sync(self.work / name)
             os.rename(self.work / name, self.path / name)
-            sync(self.path, os.O_DIRECTORY)
+            sync((self.path / name).parent, os.O_DIRECTORY)
 
     def write_text(self, name: str, text: str) -> str:
         """Write a whole text file and return its sha256."""
