@@ -2,6 +2,7 @@
 # make test   set up and pass the tests, in WORKERS processes (2 by default)
 # make test-all      pass all of them: the exhaustive ones and those of test-engines, too
 # make test-engines  those with vLLM's and SGLang's own loaders (tests/engine_loaders), which `make engines-env` installs
+# make mutants       put defects into copies of the tree, one by one, and see that make test finds each (minutes)
 # make lint   ruff and mypy
 # make bench  weight errors, and conversion speed against the disk's on made-up GLM shards (SIZE_GB=4 by default);
 #             PEERS=1 installs llm-compressor and AutoRound and compares with them (minutes)
@@ -16,7 +17,7 @@ OUT := build/demo
 SIZE_GB ?= 4
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all engines-env test-engines lint bench
+.PHONY: setup demo test test-all engines-env test-engines mutants lint bench
 
 setup: $(READY)
 
@@ -55,6 +56,9 @@ $(ENGINES_READY): tests/engine_loaders/requirements.txt $(READY)
 
 test-engines: engines-env
 	QUANTKIT_ENGINES=required $(PYTEST) --dist loadfile tests/engine_loaders
+
+mutants: setup
+	$(BIN)/python tests/mutants.py
 
 lint: setup
 	$(BIN)/ruff check
