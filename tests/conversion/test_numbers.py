@@ -1,6 +1,6 @@
 """Wrong numbers that users of other tools met and reported: the smallest input of each, and what must come out of it.
 
-Missing modules and wrong configs are in `test_reported_faults_modules.py`, broken folders in `..._folders.py`.
+Missing modules and wrong configs are in `test_modules.py`, broken folders in `test_folders.py`.
 """
 
 from pathlib import Path
