@@ -55,7 +55,7 @@ $(ENGINES_READY): tests/engine_loaders/requirements.txt $(READY)
 	touch $@
 
 test-engines: engines-env
-	QUANTKIT_ENGINES=required $(PYTEST) --dist loadfile tests/engine_loaders
+	QUANTKIT_ENGINES=required OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine_loaders
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine_loaders.outputs import Outputs
-from engine_loaders.running import PYTHON
+from engine_loaders.running import PYTHON, Engines
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,6 +17,14 @@ def engines_environment() -> None:
         if os.environ.get("QUANTKIT_ENGINES") == "required":
             pytest.fail(f"{PYTHON} is missing: make engines-env")
         pytest.skip("make engines-env")
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Both loaders; importing an engine takes ten seconds, so that all files ask the same two processes."""
+    running = Engines(tmp_path_factory.mktemp("printed"))
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="session")

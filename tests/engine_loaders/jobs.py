@@ -3,12 +3,15 @@
 import dataclasses
 import gc
 import json
+import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 _PACKAGES = "site-packages/"
+_KEPT = 16  # models that may lie about
 
 
 @dataclass(frozen=True)
@@ -69,30 +72,37 @@ class Report:
         return self.stopped or "; ".join(found) or ("" if self.modules else "nothing was compared")
 
 
-def write_jobs(path: Path, jobs: Iterable[Job]) -> None:
-    """Write the jobs for a loader's process."""
-    path.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
+def ask(connection: Connection, jobs: Iterable[Job]) -> None:
+    """Give a loader's process its next jobs."""
+    connection.send_bytes(json.dumps([dataclasses.asdict(job) for job in jobs]).encode())
 
 
-def read_reports(path: Path) -> list[Report]:
-    """The reports of a loader's process, in the order of its jobs."""
-    return [Report(**report) for report in json.loads(path.read_text())]
+def hear(connection: Connection) -> list[Report]:
+    """The reports on these jobs, in their order; EOFError if the process has ended."""
+    return [Report(**report) for report in json.loads(connection.recv_bytes())]
 
 
-def do_jobs(jobs: Path, reports: Path, do: Callable[[Job, Report], None]) -> None:
-    """Do the jobs of a file one after the other; `do` fills in a report, and may raise what an engine raises."""
-    done = []
+def serve(do: Callable[[Job, Report], None]) -> None:
+    """Be a loader's process: do jobs until nobody asks. `do` fills in a report, and may raise what an engine raises."""
+    connection = Connection(int(sys.argv[1]))
     gc.collect()
-    gc.freeze()  # the engine's modules are a million objects; a model is garbage in cycles, and goes before the next
-    for job in (Job(**job) for job in json.loads(jobs.read_text())):
-        report = Report()
-        try:
-            do(job, report)
-        except Exception as error:  # whatever an engine raises is an answer
-            report.stopped = f"{type(error).__name__}: {str(error)[:300]} ({_place(error)})"
-        done.append(dataclasses.asdict(report))
-        gc.collect()
-    reports.write_text(json.dumps(done))
+    gc.freeze()  # the engine's modules are a million objects
+    with suppress(EOFError):
+        while True:
+            jobs = [Job(**job) for job in json.loads(connection.recv_bytes())]
+            reports = [_report(number, job, do) for number, job in enumerate(jobs)]
+            connection.send_bytes(json.dumps([dataclasses.asdict(report) for report in reports]).encode())
+
+
+def _report(number: int, job: Job, do: Callable[[Job, Report], None]) -> Report:
+    report = Report()
+    try:
+        do(job, report)
+    except Exception as error:  # whatever an engine raises is an answer
+        report.stopped = f"{type(error).__name__}: {str(error)[:300]} ({_place(error)})"
+    if number % _KEPT == 0:
+        gc.collect()  # a model is garbage in cycles
+    return report
 
 
 def _place(error: Exception) -> str:

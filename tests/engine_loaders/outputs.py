@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from typer.testing import CliRunner
 
 from engine_loaders.jobs import Job
-from engine_loaders.running import Reports, load_all
+from engine_loaders.running import Engines, Reports
 from quantkit.cli import app
 from support.families import PUBLISHED, write_family
 
@@ -155,14 +155,14 @@ class Loaded(Generic[Key]):
     reports: Mapping[str, Reports]
 
     @classmethod
-    def of(cls, folders: Mapping[Key, Path], ranks: Iterable[int] = (1,)) -> "Loaded[Key]":
+    def of(cls, engines: Engines, folders: Mapping[Key, Path], ranks: Iterable[int] = (1,)) -> "Loaded[Key]":
         """Every checkpoint in both engines, for each number of ranks."""
         asked = cls(folders, {})
         jobs = {
             engine: [job for key in folders for number in ranks for job in asked.jobs(key, engine, number)]
             for engine in JOBS
         }
-        return cls(folders, load_all(jobs))
+        return cls(folders, engines.load(jobs))
 
     def jobs(self, key: Key, engine: str, ranks: int = 1) -> list[Job]:
         """The models that an engine builds of a checkpoint."""

@@ -1,4 +1,4 @@
-"""SGLang's own loader on a CPU. Runs in the engines' interpreter: `python -m engine_loaders.sglang_loader JOBS OUT`.
+"""SGLang's own loader on a CPU. Runs in the engines' interpreter, as `Engines` starts it.
 
 What runs is SGLang's: server arguments, config and model classes, quantization configs and schemes, `create_weights`,
 weight loaders, `load_weights`. Replaced are packages that a CPU has not (`sglang_stubs`) and questions about the
@@ -8,12 +8,10 @@ that it is this one, and nothing is sent while weights are loaded.
 
 import copy
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from engine_loaders.sglang_stubs import Anything
@@ -38,7 +36,7 @@ from sglang.srt.server_args import ServerArgs
 
 from engine_loaders.comparing import Held, compare, files_of, held_by, held_by_experts, stored_vision
 from engine_loaders.decoding import Decoded, Parameters, numbers
-from engine_loaders.jobs import Job, Report, do_jobs
+from engine_loaders.jobs import Job, Report, serve
 from engine_loaders.sentinel import fill
 
 _OF_DRAFT = re.compile(r"^model\.(?:decoder\b|(?=(?:eh_proj|enorm|hnorm|shared_head)\b))\.?")
@@ -160,4 +158,4 @@ def _absorbed(name: str, module: Any, stored: str) -> Held:
 
 if __name__ == "__main__":
     answer_as_hopper()
-    do_jobs(Path(sys.argv[1]), Path(sys.argv[2]), load)
+    serve(load)

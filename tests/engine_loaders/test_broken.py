@@ -6,6 +6,7 @@ import pytest
 
 from engine_loaders.broken import VARIANTS, Checkpoint
 from engine_loaders.outputs import JOBS, Loaded, Outputs
+from engine_loaders.running import Engines
 from engine_loaders.verdicts import Verdict, disagreements, happened
 
 _GLM = "glm-5.2-fp8_block"
@@ -24,7 +25,7 @@ EXCEPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def broken(outputs: Outputs, tmp_path_factory: pytest.TempPathFactory) -> Loaded[str]:
+def broken(engines: Engines, outputs: Outputs, tmp_path_factory: pytest.TempPathFactory) -> Loaded[str]:
     """Every variant in both engines."""
     place = tmp_path_factory.mktemp("broken")
     folders = {}
@@ -35,7 +36,7 @@ def broken(outputs: Outputs, tmp_path_factory: pytest.TempPathFactory) -> Loaded
         for change in variant.changes:
             change(checkpoint)
         folders[name] = checkpoint.write(place / str(number))
-    return Loaded.of(folders)
+    return Loaded.of(engines, folders)
 
 
 @pytest.mark.parametrize("engine", JOBS)

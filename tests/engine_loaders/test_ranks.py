@@ -3,6 +3,7 @@
 import pytest
 
 from engine_loaders.outputs import JOBS, NARROW, WIDE, Loaded, Outputs, cases
+from engine_loaders.running import Engines
 from engine_loaders.verdicts import disagreements
 
 Case = tuple[str, str]
@@ -12,10 +13,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 
 @pytest.fixture(scope="module")
-def shared(outputs: Outputs) -> Loaded[Case]:
+def shared(engines: Engines, outputs: Outputs) -> Loaded[Case]:
     """Every case in both engines."""
     written = {case: outputs.output(*case) for case in (*SHARED, *CUT)}
-    return Loaded.of({case: folder for case, folder in written.items() if folder is not None}, RANKS)
+    return Loaded.of(engines, {case: folder for case, folder in written.items() if folder is not None}, RANKS)
 
 
 @pytest.mark.parametrize("engine", JOBS)

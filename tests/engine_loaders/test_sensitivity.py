@@ -8,7 +8,7 @@ import pytest
 
 from engine_loaders.jobs import Job, Report
 from engine_loaders.outputs import Outputs
-from engine_loaders.running import LOADERS, load_all
+from engine_loaders.running import LOADERS, Engines
 
 TOY = "glm-5.2-fp8_block"
 _WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4}
@@ -38,7 +38,9 @@ def flip(folder: Path, tensor: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def flipped(outputs: Outputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Report]]:
+def flipped(
+    engines: Engines, outputs: Outputs, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Report]]:
     """The reports by engine and by what is changed."""
     place, jobs = tmp_path_factory.mktemp("flipped"), {}
     for number, (what, (way, tensor, _)) in enumerate(FLIPS.items()):
@@ -46,7 +48,7 @@ def flipped(outputs: Outputs, tmp_path_factory: pytest.TempPathFactory) -> dict[
         assert original is not None
         flip(shutil.copytree(original, place / str(number)), tensor)
         jobs[what] = Job(str(place / str(number)), against=str(original))
-    reports = load_all(dict.fromkeys(LOADERS, jobs.values()))
+    reports = engines.load(dict.fromkeys(LOADERS, jobs.values()))
     return {engine: {what: found[job] for what, job in jobs.items()} for engine, found in reports.items()}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine_loaders.jobs import Job
 from engine_loaders.outputs import JOBS, MANY_EXPERTS, SOURCE, TOYS, UNUSUAL, Loaded, Outputs, cases
+from engine_loaders.running import Engines
 from engine_loaders.verdicts import Verdict, disagreements, happened
 
 Case = tuple[str, str]
@@ -18,11 +19,11 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 
 @pytest.fixture(scope="module")
-def loaded(outputs: Outputs) -> Loaded[Case]:
+def loaded(engines: Engines, outputs: Outputs) -> Loaded[Case]:
     """Every case in both engines."""
     written = {case: outputs.output(*case) for case in CASES}
     folders = {case: folder for case, folder in written.items() if folder is not None}
-    return Loaded.of(folders)
+    return Loaded.of(engines, folders)
 
 
 def test_what_is_refused_is_known(loaded: Loaded[Case]) -> None:

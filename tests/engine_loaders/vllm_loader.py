@@ -1,4 +1,4 @@
-"""vLLM's own loader on a CPU. Runs in the engines' interpreter: `python -m engine_loaders.vllm_loader JOBS REPORTS`.
+"""vLLM's own loader on a CPU. Runs in the engines' interpreter, as `Engines` starts it.
 
 What runs is vLLM's: config classes, the choice of the model class, model classes, quantization configs and schemes,
 `create_weights`, weight loaders, `load_weights`. Replaced are only the choice of kernels, which vLLM makes while it
@@ -9,10 +9,8 @@ group of tensor parallelism says that it is this one, and nothing is sent while 
 import importlib
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_ENABLE_V1_MULTIPROCESSING="0")
@@ -29,7 +27,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from engine_loaders.comparing import Held, compare, held_by, held_by_experts, stored_vision
-from engine_loaders.jobs import Job, Report, do_jobs
+from engine_loaders.jobs import Job, Report, serve
 from engine_loaders.sentinel import fill
 
 _LAYERS = "vllm.model_executor.layers"
@@ -150,4 +148,4 @@ def _stored_name(name: str) -> str:
 if __name__ == "__main__":
     replace_kernels()
     replace_sparse_attention()
-    do_jobs(Path(sys.argv[1]), Path(sys.argv[2]), load)
+    serve(load)
