@@ -16,6 +16,7 @@ from quantkit.eval.gpu_check import Outcome
 from quantkit.eval.gpu_timing import Limits
 from quantkit.kernels.gpu.compiled import Compiled
 from support.paths import ROOT
+from support.tiers import quick_if
 
 TINY = Sizes(requests=2, tokens=70, topk=20, written=64, rows=64, columns=256, experts=2, expert_rows=64, gemm_rows=24)
 CASES = {case.name: case for case in gpu_check.cases()}
@@ -28,7 +29,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "128 heads" not in name])
+QUICK = ("FP8 block to BF16", "kv_write MLA e4m3", "MLA e4m3 8 heads", "page_check", "GEMV int4 g=32")
+
+
+@pytest.mark.parametrize("name", quick_if(QUICK.__contains__, (name for name in CASES if "128 heads" not in name)))
 def test_cases_are_right_in_the_interpreter(name: str) -> None:
     """Each case's kernel is within its bound of its exact result; its bytes are counted."""
     torch.manual_seed(3)

@@ -15,6 +15,7 @@ from quantkit.eval import kernel_speed
 from quantkit.formats import fp8_block, int4, nvfp4
 from quantkit.kernels import cpu_linear
 from quantkit.ops import linear
+from support.tiers import exhaustive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,7 +140,7 @@ def test_experts(make: Callable[..., Case]) -> None:
     assert case.multiply(torch.empty(0, 256).bfloat16(), ids[:0]).shape == (0, 72)
 
 
-@pytest.mark.parametrize("make", [make_fp8, make_int4, make_nvfp4, make_bf16])
+@pytest.mark.parametrize("make", [make_int4, *map(exhaustive, (make_fp8, make_nvfp4, make_bf16))])
 def test_threads_change_nothing(make: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """One, two and five threads give the same bits, for dense weights and for experts."""
     monkeypatch.setattr(cpu_linear, "_SHARED", 1)
@@ -155,6 +156,7 @@ def test_threads_change_nothing(make: Callable[..., Case], monkeypatch: pytest.M
         assert torch.equal(run(), one)
 
 
+@pytest.mark.exhaustive
 def test_any_machine_gives_the_same_bits(tmp_path: Path) -> None:
     """Without AVX2 and fused products in the processor the sums are the same."""
     script = """if True:

@@ -1,6 +1,7 @@
 """Paged decode attention: the torch reference equals a plain loop, and the Triton kernels equal the reference."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from quantkit.kernels.gpu.paged_decode import Launch, Tile
 from quantkit.kernels.reference import kv_write
 from quantkit.kernels.reference import paged_decode as reference
 from support.guards import Guards, guards
+from support.tiers import exhaustive, quick_if
 
 LATENT, ROPE, HEAD = 48, 16, 24
 SMALL = Launch(tile=Tile(16, 16, 4, 1))
@@ -161,8 +163,15 @@ def plain(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 AWKWARD = {1: (0, 1, 2, 17, 29), 16: (0, 1, 15, 16, 17, 33), 64: (0, 1, 63, 64, 65, 130)}
 
 
-@pytest.mark.parametrize("page_size", AWKWARD)
-@pytest.mark.parametrize("kind", ["e4m3", "bf16", "float32"])
+KINDS = ("e4m3", "bf16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size"),
+    quick_if(
+        lambda kind, page_size: KINDS.index(kind) == [*AWKWARD].index(page_size), itertools.product(KINDS, AWKWARD)
+    ),
+)
 def test_mla_at_page_borders(kind: str, page_size: int) -> None:
     """Empty and one-token requests, lengths at a page's border and beside it; nothing beyond a length is read."""
     batch = make(kind, AWKWARD[page_size], page_size=page_size)
@@ -174,7 +183,7 @@ def test_mla_at_page_borders(kind: str, page_size: int) -> None:
     assert torch.equal(expected[1][0], torch.full((5,), -math.inf, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "bf16", "ds"])
+@pytest.mark.parametrize("kind", ["e4m3", exhaustive("bf16"), exhaustive("ds")])
 def test_mla_of_real_width(kind: str) -> None:
     """Rows of 512 + 64 with the tile that is chosen for them."""
     batch = make(kind, (0, 1, 70), heads=16, page_size=64, latent=512, rope=64)
@@ -184,7 +193,7 @@ def test_mla_of_real_width(kind: str) -> None:
     assert_near(run(batch, Launch(splits=2)), expected, BOUND[kind])
 
 
-@pytest.mark.parametrize("heads", [1, 16, 17, 40])
+@pytest.mark.parametrize("heads", [1, 17, exhaustive(16), exhaustive(40)])
 def test_heads_that_fill_no_tile(heads: int) -> None:
     """The heads of a tile that does not exist are neither read nor written."""
     batch = make("bf16", (7, 33), heads=heads)
@@ -192,8 +201,15 @@ def test_heads_that_fill_no_tile(heads: int) -> None:
     assert_near(run(batch), exact(batch), BOUND["bf16"])
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 19])
-@pytest.mark.parametrize("kind", ["e4m3", "float32"])
+@pytest.mark.parametrize(
+    ("kind", "splits"),
+    [
+        ("e4m3", 3),
+        ("float32", 19),
+        *map(exhaustive, ("e4m3",) * 3, (1, 2, 19)),
+        *map(exhaustive, ("float32",) * 3, (1, 2, 3)),
+    ],
+)
 def test_splits_do_not_matter(kind: str, splits: int) -> None:
     """Any number of splits, more than there are tiles included, is as near to the exact result."""
     batch = make(kind, (0, 1, 31, 100, 220), heads=2)
@@ -365,8 +381,16 @@ def plain_gqa(arguments: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (40, 2), (3, 1)])
-@pytest.mark.parametrize("kind", ["e4m3", "bf16", "float32"])
+HEADS = {"e4m3": (6, 2), "bf16": (4, 4), "float32": (3, 1)}  # of queries, of keys
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads"),
+    quick_if(
+        lambda kind, *heads: HEADS[kind] == heads,
+        ((kind, *heads) for kind in KINDS for heads in (*HEADS.values(), (40, 2))),
+    ),
+)
 def test_gqa(kind: str, heads: int, kv_heads: int) -> None:
     """Groups of heads over two pools with a scale each, NaN beyond lengths."""
     lengths = (0, 1, 16, 35)

@@ -10,6 +10,7 @@ from support.compiling import compile_elsewhere, compiled_launches
 MOST = {"shared": 232_448, "tmem_size": 512, "num_warps": 8, "global_scratch_size": 0, "registers": 255, "stack": 1024}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["page branches", "weight branches"])
 def test_every_branch_can_be_launched(kind: str) -> None:
     """Other types, groups, head sizes and pages, and one of everything, compile for sm_90, fit, and spill little."""
@@ -40,6 +41,7 @@ def test_what_cannot_be_launched_is_told(taken: dict[str, int], fault: str) -> N
     assert bool(said) == bool(fault)
 
 
+@pytest.mark.exhaustive
 def test_no_address_overflows() -> None:
     """With sizes beyond 2^31, of everything that is launched, no number that left its 32 or 64 bits is an address; one
     that is planted is found."""

@@ -22,6 +22,7 @@ from quantkit.kernels.reference import page_digest as digest_reference
 from quantkit.kernels.reference.page_digest import Binding, Spans
 from support.compiling import compile_elsewhere
 from support.guards import Guards, guards
+from support.tiers import exhaustive
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ALL_BYTES = torch.arange(256).to(torch.uint8)
@@ -69,7 +70,7 @@ def assert_rounded(y: torch.Tensor, exact: torch.Tensor) -> None:
     assert ((y.double() - exact).abs() <= slack).all()
 
 
-@pytest.mark.parametrize(("columns", "group"), [(200, 40), (288, 96)])
+@pytest.mark.parametrize(("columns", "group"), [(200, 40), exhaustive(288, 96)])
 @pytest.mark.parametrize("module", [w4a16_gemv, w4a16_matmul], ids=["gemv", "matmul"])
 def test_odd_groups(module: Any, columns: int, group: int) -> None:
     """G01: M = 3, N = 40, groups of 40 and 96: small and large tiles are right, whatever lies behind the buffers."""
@@ -130,8 +131,10 @@ def test_odd_groups_on_the_cpu() -> None:
         assert torch.equal(actual[name].view(torch.uint8), expected.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
-@pytest.mark.parametrize("kernel", PRODUCTS)
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [("gemv", "int4"), exhaustive("gemv", "nvfp4"), exhaustive("matmul", "int4"), exhaustive("matmul", "nvfp4")],
+)
 def test_experts_beyond_two_billion_words(kernel: str, kind: str, sparse: Sparse) -> None:
     """G03: the first and the last of 65,537 experts with 2^31 words and more give the products of these two alone."""
     experts, rows, columns, group = 65537, 32, 8192, 8
@@ -260,6 +263,7 @@ def test_every_bf16_number_is_quantized_to_fp8_blocks() -> None:
     assert torch.equal(codes[0].view(torch.uint8), (nearest | (numbers.signbit().long() << 7)).to(torch.uint8))
 
 
+@pytest.mark.exhaustive
 def test_gpus_convert_e4m3_by_instructions() -> None:
     """G04: on sm_90 and sm_100 E4M3 is written by the instruction that rounds to even and saturates, with NaN kept, and
     read by the exact one."""

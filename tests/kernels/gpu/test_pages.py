@@ -22,6 +22,7 @@ from quantkit.kernels.reference import kv_write as write_reference
 from support.compiling import compiled_launches
 from support.guards import guards
 from support.paths import FIXTURES
+from support.tiers import exhaustive
 
 TABLE = FIXTURES / "gpu_pages.md"
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -57,7 +58,7 @@ def nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 @BOTH_WRITERS
-@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-5])
+@pytest.mark.parametrize("scale", [0.37, exhaustive(1.0), exhaustive(2.0**-5)])
 def test_every_bf16_number_is_written(writer: Any, scale: float) -> None:
     """All 65,536 BF16 values become the E4M3 number nearest to value / scale; clamped and NaN ones are counted."""
     latent, rope = ALL_BF16.view(128, 512), ALL_BF16[: 128 * 64].view(128, 64)
@@ -159,7 +160,7 @@ def test_nan_in_plain_pages_is_counted(writer: Any) -> None:
 
 
 @BOTH_WRITERS
-@pytest.mark.parametrize("source", ["random", "all", "spread"])
+@pytest.mark.parametrize("source", ["all", exhaustive("random"), exhaustive("spread")])
 def test_ds_mla_rows(writer: Any, source: str) -> None:
     """656 bytes: the latent under the smallest power of two that holds each 128, the rope part as it is in BF16."""
     latent = {

@@ -7,6 +7,8 @@ To remake the table of registers, shared memory and stack:
 in tests/.
 """
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from quantkit.kernels.gpu import (
 from support.compiling import compiled_launches
 from support.guards import Guards, guards
 from support.paths import FIXTURES
+from support.tiers import quick_if
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HALVES = (torch.bfloat16, torch.float16)
@@ -215,6 +218,8 @@ def assert_near(y: torch.Tensor, exact: torch.Tensor) -> None:
     assert ((y.double() - exact).abs() <= slack).all()
 
 
+KERNELS: dict[str, Any] = {"gemv": w4a16_gemv, "matmul": w4a16_matmul}
+PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {"gemv": w4a16_gemv.w4a16_gemv, "matmul": w4a16_matmul.w4a16_matmul}
 SHAPES = [  # M, N, K, group
     (1, 40, 200, 40),
     (3, 40, 200, 40),
@@ -226,34 +231,38 @@ SHAPES = [  # M, N, K, group
 ]
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kernel", [w4a16_gemv, w4a16_matmul], ids=["gemv", "matmul"])
-def test_int4_product(kernel: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def is_quick(kernel: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """One row goes to the one kernel and more to the other, as they are meant to; float16 of one shape each."""
+    return (kernel == "gemv") == (shape[0] == 1) and (dtype == torch.bfloat16 or shape in SHAPES[:2])
+
+
+@pytest.mark.parametrize(("kernel", "shape", "dtype"), quick_if(is_quick, itertools.product(PRODUCTS, SHAPES, HALVES)))
+def test_int4_product(kernel: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """M, N and K that no tile divides, and groups of any multiple of 8."""
     rows_of_x, rows, columns, group = shape
     x, (packed, scale) = torch.randn(rows_of_x, columns).to(dtype), weights("int4", rows, columns, group=group)
     with guards() as guarded:
         out = guarded.empty((rows_of_x, rows), dtype)
-        launch = kernel.w4a16_gemv if kernel is w4a16_gemv else kernel.w4a16_matmul
-        launch(guarded(x), guarded(packed), guarded(scale), out=out)
+        PRODUCTS[kernel](guarded(x), guarded(packed), guarded(scale), out=out)
 
-    assert_near(out, kernel.reference(x, packed, scale))
+    assert_near(out, KERNELS[kernel].reference(x, packed, scale))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 40, 208), (5, 65, 1040), (2, 1, 16)], ids=str)
-@pytest.mark.parametrize("kernel", [w4a16_gemv, w4a16_matmul], ids=["gemv", "matmul"])
-def test_nvfp4_product(kernel: Any, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+NVFP4_SHAPES = [(1, 40, 208), (5, 65, 1040), (2, 1, 16)]  # M, N, K
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "dtype"), quick_if(is_quick, itertools.product(PRODUCTS, NVFP4_SHAPES, HALVES))
+)
+def test_nvfp4_product(kernel: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """The same for NVFP4, under block scales from zero and the subnormal ones on."""
     rows_of_x, rows, columns = shape
     x, weight = torch.randn(rows_of_x, columns).to(dtype), weights("nvfp4", rows, columns)
     with guards() as guarded:
         out = guarded.empty((rows_of_x, rows), dtype)
-        launch = kernel.w4a16_gemv if kernel is w4a16_gemv else kernel.w4a16_matmul
-        launch(guarded(x), *map(guarded, weight), out=out)
+        PRODUCTS[kernel](guarded(x), *map(guarded, weight), out=out)
 
-    assert_near(out, kernel.reference(x, *weight))
+    assert_near(out, KERNELS[kernel].reference(x, *weight))
 
 
 @pytest.mark.parametrize("kernel", [w4a16_gemv, w4a16_matmul], ids=["gemv", "matmul"])
@@ -282,23 +291,29 @@ IDS = {
 }
 
 
-@pytest.mark.parametrize("ids", IDS.values(), ids=IDS.keys())
-@pytest.mark.parametrize("kernel", [w4a16_gemv, w4a16_matmul], ids=["gemv", "matmul"])
-@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
-def test_experts(kind: str, kernel: Any, ids: torch.Tensor) -> None:
+WAYS = [("int4", "gemv"), ("int4", "matmul"), ("nvfp4", "gemv"), ("nvfp4", "matmul")]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "kind", "kernel"),
+    quick_if(
+        lambda pairs, *way: [*IDS].index(pairs) % 4 == WAYS.index(way), ((pairs, *way) for pairs in IDS for way in WAYS)
+    ),
+)
+def test_experts(pairs: str, kind: str, kernel: str) -> None:
     """Each pair gets its own expert's product, in the order of the tokens; experts of nobody are not touched."""
-    weight = weights(kind, 4, 33, 208, group=16)
+    ids, weight = IDS[pairs], weights(kind, 4, 33, 208, group=16)
     x = torch.randn(len(ids), 208).bfloat16()
     with guards() as guarded:
         out = guarded.empty((ids.numel(), 33), torch.bfloat16)
         placed = [guarded(tensor) for tensor in (x, *weight)]
-        if kernel is w4a16_gemv:
+        if kernel == "gemv":
             w4a16_gemv.w4a16_gemv(*placed, ids=guarded(ids), out=out)
         else:
             routing = w4a16_matmul.Routing(*map(guarded, w4a16_matmul.route(ids, 4)))
             w4a16_matmul.w4a16_matmul(*placed, routing=routing, out=out)
 
-    assert_near(out, kernel.reference(x, *weight, ids=ids))
+    assert_near(out, KERNELS[kernel].reference(x, *weight, ids=ids))
     unknown = (ids < 0) | (ids >= 4)
     assert (out[unknown.flatten()] == 0).all()
 
@@ -368,6 +383,7 @@ def test_the_number_of_pairs_chooses_the_kernel(tokens: int) -> None:
         assert_near(y, kernel.reference(x, *weight, ids=ids))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("module", [w4a16_gemv, w4a16_matmul], ids=["gemv", "matmul"])
 def test_every_tile_gives_the_product(module: Any) -> None:
     """Each of the tiles that are worth timing is right; their number of warps does not matter here."""
@@ -378,6 +394,7 @@ def test_every_tile_gives_the_product(module: Any) -> None:
         assert_near(launch(x, *weight, config=config), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("module", [fp8_block_dequantize, int4_dequantize, nvfp4_dequantize])
 def test_every_tile_decodes(module: Any) -> None:
     """Each of the tiles that are worth timing gives the same."""
