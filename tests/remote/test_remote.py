@@ -12,7 +12,7 @@ from quantkit import remote
 from quantkit.checkpoint.locate import describe_model, open_model
 from quantkit.inspection import inspect
 from support.checkpoints import contents
-from support.hub.pulling import REPO, fetched, run_at
+from support.hub.pulling import REPO, fetched, run_apart, run_at
 from support.hub.server import HubServer
 from support.program import Completed
 
@@ -47,7 +47,7 @@ def conversion(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversio
     home, output = folder / "home", folder / "output"
     with HubServer() as server:
         commit = server.add(REPO, toy)
-        result = run_at("convert", REPO, "-o", output, "--json", endpoint=server.endpoint, home=home)
+        result = run_apart("convert", REPO, "-o", output, "--json", endpoint=server.endpoint, home=home)
         assert result.returncode == 0, result.stderr
         return Conversion(result, output, home, commit, server.requests)
 

@@ -1,11 +1,13 @@
 """The installed program in a process of its own, or in this one, which saves the time of loading it."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,22 +30,43 @@ class Result(NamedTuple):
 Runner = Callable[..., Result]
 
 
-@pytest.fixture
-def quantkit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
-    """Runs the program in this process."""
-    for name in ("QUANTKIT_DEBUG", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: str | Path) -> Result:
-        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
-        capsys.readouterr()
+def run_here(*arguments: str | Path) -> Result:
+    """Run the program in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        for name in ("QUANTKIT_DEBUG", "FORCE_COLOR"):
+            patch.delenv(name, raising=False)
+        patch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
         with pytest.raises(SystemExit) as leaving:
             main()
-        printed = capsys.readouterr()
-        assert isinstance(leaving.value.code, int)
-        return Result(leaving.value.code, printed.out, printed.err)
+    assert isinstance(leaving.value.code, int)
+    return Result(leaving.value.code, out.getvalue(), err.getvalue())
 
-    return run
+
+@pytest.fixture
+def quantkit() -> Runner:
+    """Runs the program in this process."""
+    return run_here
+
+
+@contextmanager
+def told_of_hub(endpoint: str, home: Path) -> Iterator[None]:
+    """This process knows the Hub at `endpoint`, its cache in `home`, and nothing else of this machine's settings of it.
+
+    That is the environment, and what huggingface_hub read from it when it was imported.
+    """
+    from huggingface_hub import constants
+
+    read = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
+    read |= {"HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), "HF_TOKEN_PATH": str(home / "token")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("HF_", "QUANTKIT_"))]:
+            patch.delenv(name)
+        patch.setenv("HF_TOKEN", "x")
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        for name, value in read.items():
+            patch.setattr(constants, name, value)
+        yield
 
 
 def environment(**changes: str) -> dict[str, str]:

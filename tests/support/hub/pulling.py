@@ -1,7 +1,4 @@
-"""What tests of models on the Hub share: a Hub on loopback that has the toy, and the program told of it.
-
-The product runs in processes of its own, because huggingface_hub reads HF_ENDPOINT when it is imported.
-"""
+"""What tests of models on the Hub share: a Hub on loopback that has the toy, and the program told of it."""
 
 import re
 import socket
@@ -13,14 +10,20 @@ from typing import Any
 import pytest
 
 from support.hub.server import HubServer
-from support.program import PROGRAM, Completed, hub_environment
+from support.program import PROGRAM, Completed, hub_environment, run_here, told_of_hub
 
 REPO = "owner/toy"
 SHARD = "model-00002-of-00002.safetensors"
 
 
 def run_at(*arguments: str | Path, endpoint: str, home: Path) -> Completed:
-    """Run the program with the Hub at `endpoint` and its cache in `home`."""
+    """Run the program in this process with the Hub at `endpoint` and its cache in `home`."""
+    with told_of_hub(endpoint, home):
+        return Completed(arguments, *run_here(*arguments))
+
+
+def run_apart(*arguments: str | Path, endpoint: str, home: Path) -> Completed:
+    """Run the installed program in a process of its own, as `run_at` does."""
     return subprocess.run(
         [PROGRAM, *arguments], env=hub_environment(endpoint, home), capture_output=True, text=True, timeout=60
     )

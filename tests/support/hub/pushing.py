@@ -1,10 +1,5 @@
-"""What tests of `quantkit push` share: a checkpoint with its gate's result, a Hub on loopback, the command.
+"""What tests of `quantkit push` share: a checkpoint with its gate's result, a Hub on loopback, the command."""
 
-Most tests run the program in this process, which saves the time of loading it; huggingface_hub, which reads its
-settings when it is imported, is told of the Hub then.
-"""
-
-import os
 import re
 import shutil
 import subprocess
@@ -17,7 +12,7 @@ import pytest
 from quantkit.checkpoint.digest import GATE_FILE, checkpoint_digest
 from quantkit.report import AccuracyReport, Comparison, Verdict
 from support.hub.uploads import UploadHub
-from support.program import PROGRAM, Completed, Runner, hub_environment
+from support.program import PROGRAM, Completed, Runner, hub_environment, told_of_hub
 
 REPO = "owner/toy-int4"
 COMMIT = f"/api/models/{REPO}/commit/main"
@@ -67,22 +62,15 @@ def hub() -> Iterator[Any]:
 
 
 @pytest.fixture
-def push(quantkit: Runner, hub: Any, judged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Push:
+def push(quantkit: Runner, hub: Any, judged: Path, tmp_path: Path) -> Iterator[Push]:
     """Runs `quantkit push` of `judged` to `hub` without asking, in this process; options follow."""
-    from huggingface_hub import constants  # which takes long to import
-
-    for name in [name for name in os.environ if name.startswith(("HF_", "QUANTKIT_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_TOKEN", "x")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 
     def run(*options: str | Path) -> Completed:
         command = ["push", str(judged), REPO, "--yes", *map(str, options)]
         return Completed(command, *quantkit(*command))
 
-    return run
+    with told_of_hub(hub.endpoint, tmp_path / "home"):
+        yield run
 
 
 @pytest.fixture
