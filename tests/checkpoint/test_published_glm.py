@@ -149,6 +149,7 @@ def test_glm_4s_mtp_layer_has_its_own_embedding_and_head() -> None:
     assert not layers_with(source, "q_norm")
 
 
+@pytest.mark.exhaustive
 def test_nvfp4_has_two_codes_in_a_byte_and_a_scale_for_16() -> None:
     """A ModelOpt weight is U8 with FP8 scales and two numbers for the whole; what the config ignores is BF16."""
     source = published("nvidia-glm-5.2-nvfp4")

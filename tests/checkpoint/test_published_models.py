@@ -13,15 +13,16 @@ from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError
 from quantkit.naming import Role, TensorName
 from support.headers import config_of, layers_with, published, specs_below
+from support.tiers import exhaustive
 
 
 @pytest.mark.parametrize(
     ("model", "tensors", "nbytes"),
     [
         ("glm-5.2", 118_629, 755_617_140_416),
-        ("nvidia-glm-5.2-nvfp4", 232_385, 464_795_267_072),
+        exhaustive("nvidia-glm-5.2-nvfp4", 232_385, 464_795_267_072),
         ("kimi-k2.6", 208_550, 595_148_192_736),
-        ("kimi-k2.5", 208_550, 595_148_192_736),
+        exhaustive("kimi-k2.5", 208_550, 595_148_192_736),
     ],
 )
 def test_published_totals_are_exact(model: str, tensors: int, nbytes: int) -> None:
@@ -33,7 +34,7 @@ def test_published_totals_are_exact(model: str, tensors: int, nbytes: int) -> No
 
 @pytest.mark.parametrize(
     ("model", "gigabytes"),
-    [("kimi-k2-thinking", 594.2), ("kimi-k2-instruct", 1029.2), ("glm-4.5", 716.7), ("glm-5", 1507.7)],
+    [("glm-4.5", 716.7), *map(exhaustive, ("kimi-k2-thinking", "kimi-k2-instruct", "glm-5"), (594.2, 1029.2, 1507.7))],
 )
 def test_published_sizes_come_out(model: str, gigabytes: float) -> None:
     """Where only a size is published, it is ours to its last digit."""
@@ -78,6 +79,7 @@ def parameters(source: Source, part: str = "") -> int:
     return sum(prod(tensor.spec.shape) for name, tensor in source.tensors.items() if part in name)
 
 
+@pytest.mark.exhaustive
 def test_deepseek_v3_has_the_published_parameters() -> None:
     """671 B and 11.5 B more for MTP without its embedding and head (README_WEIGHTS.md); 684,531,386,000 on the Hub."""
     source = published("deepseek-v3")
@@ -129,7 +131,9 @@ def test_deepseek_v32_adds_an_indexer_to_every_layer() -> None:
     }
 
 
-@pytest.mark.parametrize(("layers", "nbytes"), [("0", 2_846_451_040), ("9", 17_066_593_104), ("10", 17_066_595_432)])
+@pytest.mark.parametrize(
+    ("layers", "nbytes"), [*map(exhaustive, ("0", "9", "10"), (2_846_451_040, 17_066_593_104, 17_066_595_432))]
+)
 def test_kimi_k2_instructs_files_have_the_published_sizes(layers: str, nbytes: int) -> None:
     """A shard is a layer, the first one has the embedding too; each has 192 bytes more than ours in its header.
 

@@ -15,6 +15,7 @@ from quantkit.compatibility.report import Compatibility
 from quantkit.errors import UsageError
 from quantkit.recipe import ScaleMethod
 from support.headers import config_of
+from support.tiers import exhaustive
 
 
 def config_file(folder: Path, model: str, **changes: Any) -> Path:
@@ -30,7 +31,7 @@ def status_of(report: Compatibility, rule: str, engine: str) -> str:
     return next(found.status for found in report.results if (found.rule, found.engine) == (rule, engine))
 
 
-@pytest.mark.parametrize("model", ["kimi-k2.6", "glm-5.2", "nvidia-glm-5.2-nvfp4"])
+@pytest.mark.parametrize("model", ["glm-5.2", exhaustive("kimi-k2.6"), exhaustive("nvidia-glm-5.2-nvfp4")])
 def test_what_engines_serve_breaks_no_rule(model: str, tmp_path: Path) -> None:
     """Published checkpoints that vLLM and SGLang are known to serve at eight ranks."""
     report = check_compatibility(config_file(tmp_path, model), tp=8)
@@ -40,6 +41,7 @@ def test_what_engines_serve_breaks_no_rule(model: str, tmp_path: Path) -> None:
     assert len(report.results) == sum(len(rule.sources) for rule in RULES)
 
 
+@pytest.mark.exhaustive
 def test_a_list_that_hits_other_layers_is_broken_and_leaves_with_3(tmp_path: Path) -> None:
     """`model.layers.7` in NVIDIA's list: vLLM would take layers 70 to 77 for plain; --json says so, too."""
     config = json.loads(config_of("nvidia-glm-5.2-nvfp4"))
@@ -109,7 +111,7 @@ def test_verify_reports_a_broken_rule(toy_int4: Path, tmp_path: Path) -> None:
 
     checks = {check.name: check for check in quantkit.verify(folder).checks}
     assert checks["engines"].problems == 1
-    assert "SGLang: model.layers.1.mlp.experts." in checks["engines"].examples[0]
+    assert "SGLang: model.layers.2.mlp.experts." in checks["engines"].examples[0]
     assert '"format": "pack-quantized"' in checks["engines"].examples[0]
 
 

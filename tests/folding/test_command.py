@@ -30,6 +30,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_kimi_from_its_config_alone(tmp_path: Path) -> None:
     """0.31 % of Kimi K2.6's bytes, without a weight: the rows of 64 heads and of kv_a, all of kv_b and the norm."""
     path = tmp_path / "scales.json"

@@ -339,6 +339,7 @@ def nvidia() -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
+@pytest.mark.exhaustive
 def test_our_modelopt_glm_5_2_is_nvidias_without_input_scales(nvidia: dict[str, Any]) -> None:
     """The same tensors, MTP layer included, but 57,600 input scales of 4 bytes, which W4A4 has."""
     plan = make_plan(published("glm-5.2"), load_recipe("glm-5.2-nvfp4-modelopt"))

@@ -30,6 +30,7 @@ def glm() -> PhasePlan:
     return plan_phases("glm-5.2", target=Target(FP8, FP8), convert=True)
 
 
+@pytest.mark.exhaustive
 def test_fp8_serves_prefill_and_int4_decode(glm: PhasePlan) -> None:
     """Prefill waits for FLOPs and keeps FP8, decode for bytes and takes INT4; a lead is a ratio of two rooflines."""
     published, int4 = glm.candidates
@@ -47,6 +48,7 @@ def test_fp8_serves_prefill_and_int4_decode(glm: PhasePlan) -> None:
     assert min(glm.leads.values()) > 0.15
 
 
+@pytest.mark.exhaustive
 def test_the_reasons_say_bytes_flops_and_losses(glm: PhasePlan) -> None:
     """41.4 GB are read for a token in FP8; the units that INT4 loses, and what one format for both would lose."""
     prefill, decode, verdict = glm.reasons
@@ -58,6 +60,7 @@ def test_the_reasons_say_bytes_flops_and_losses(glm: PhasePlan) -> None:
     assert "slower in decode, glm-5.2 by glm-5.2-int4 for both would be" in verdict
 
 
+@pytest.mark.exhaustive
 def test_pools_have_sizes_formats_and_what_makes_them(glm: PhasePlan) -> None:
     """Each pool has the bytes of its format, tokens of its cache, and decode the command that makes its checkpoint."""
     prefill, decode = glm.deployment.pools
@@ -71,6 +74,7 @@ def test_pools_have_sizes_formats_and_what_makes_them(glm: PhasePlan) -> None:
     assert (glm.deployment.model.repo, glm.deployment.model.revision) == ("zai-org/GLM-5.2-FP8", "main")
 
 
+@pytest.mark.exhaustive
 def test_sparse_attention_has_one_fp8_layout_on_hopper(glm: PhasePlan) -> None:
     """--kv fp8 is planned as what the engines store there, with 53,940 bytes a token, and it is said."""
     assert {(pool.kv_layout, pool.kv_bytes_per_token) for pool in glm.deployment.pools} == {("fp8_ds_mla", 53_940)}
@@ -101,6 +105,7 @@ def faster(candidate: Candidate, *, prefill: float = 1.0, decode: float = 1.0) -
         ({"prefill": 0.0, "decode": 1.5}, (0, 1), "x0 x1.5 for both would not fit in prefill"),
     ],
 )
+@pytest.mark.exhaustive
 def test_two_pools_only_where_each_phase_has_a_leader(
     glm: PhasePlan, speeds: dict[str, float], chosen: tuple[int, ...], words: str
 ) -> None:
@@ -112,6 +117,7 @@ def test_two_pools_only_where_each_phase_has_a_leader(
     assert words in choice.reasons[-1]
 
 
+@pytest.mark.exhaustive
 def test_what_fits_alone_is_said(glm: PhasePlan) -> None:
     """A format that does not fit in a phase has no lead there; if neither fits, that is an error with remedies."""
     base = glm.candidates[0]

@@ -1,6 +1,7 @@
 """`plan` gives the published sizes, names what does not come out, and refuses by name what it cannot tell."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from typer.testing import CliRunner
 from quantkit.capacity.layouts import IndexCache, KvLayout
 from quantkit.capacity.report import CapacityReport, PublishedFigures
 from quantkit.capacity.roofline import Model
-from quantkit.checkpoint.locate import describe_model
 from quantkit.checkpoint.source import Source
 from quantkit.cli import app
 from quantkit.conversion import Options
@@ -18,13 +18,16 @@ from quantkit.errors import PlanError, QuantkitError, SourceError, UsageError
 from quantkit.recipe import Mtp
 from quantkit.serving.fit import GIB, Deployment, describe, plan_serving, report
 from quantkit.serving.published import int4_experts_only
+from support.headers import published
 from support.paths import CONFIGS
+from support.tiers import exhaustive, quick_if
 
 REFUSED = {
     "glm-4.7-flash": "its config has no n_shared_experts",
     "glm-5.3": "model type None",
     "glm-5.3-flash": "model type 'glm5_next'",
 }
+NVFP4 = "nvidia-glm-5.2-nvfp4"
 EP_DP: dict[str, Any] = {"ep": True, "dp_attention": True}
 
 
@@ -38,17 +41,16 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, Described]:
-    """The models that several tests plan, counted once."""
-    names = {"glm-5.2": "glm-5.2", "kimi-k2.6": "kimi-k2.6", "nvfp4": CONFIGS / "nvidia-glm-5.2-nvfp4.json"}
-    sources = {name: describe_model(model) for name, model in names.items()}
-    return {name: (source, describe(source)) for name, source in sources.items()}
+@lru_cache
+def described(model: str) -> Described:
+    """A published model that several tests plan, counted once."""
+    source = published(model)
+    return source, describe(source)
 
 
-def plan(models: dict[str, Described], model: str, gpus: str = "8xH200", **deployment: Any) -> CapacityReport:
+def plan(model: str, gpus: str = "8xH200", **deployment: Any) -> CapacityReport:
     """The report on a model as published."""
-    return report(*models[model], Deployment(gpus, **deployment))
+    return report(*described(model), Deployment(gpus, **deployment))
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +76,20 @@ def bf16_rest() -> CapacityReport:
         ("glm-5.2", {"mtp": True}, 89.50),
         ("glm-5.2", {"mtp": True, **EP_DP}, 101.42),
         ("glm-5.2", {"mtp": True, "ep": True}, 89.50),
-        ("nvfp4", {"mtp": True}, 56.84),
-        ("nvfp4", {"mtp": True, **EP_DP}, 80.68),
+        exhaustive(NVFP4, {"mtp": True}, 56.84),
+        exhaustive(NVFP4, {"mtp": True, **EP_DP}, 80.68),
         ("kimi-k2.6", {}, 71.83),
     ],
 )
-def test_one_rank_of_eight_holds_the_published_gib(
-    models: dict[str, Described], model: str, deployment: dict[str, Any], gib: float
-) -> None:
+def test_one_rank_of_eight_holds_the_published_gib(model: str, deployment: dict[str, Any], gib: float) -> None:
     """FP8, NVFP4 and INT4 under TP8, and with DP attention: the sum of the roles, and to 10 MiB the published one."""
-    planned = plan(models, model, **deployment)
+    planned = plan(model, **deployment)
 
     assert planned.rank_bytes == sum(role.rank_bytes for role in planned.roles)
     assert planned.rank_bytes / GIB == pytest.approx(gib, abs=0.01)
 
 
+@pytest.mark.exhaustive
 def test_a_conversion_is_planned_before_it_is_done(bf16_rest: CapacityReport) -> None:
     """INT4 experts with BF16 for the rest and no MTP layer are 444.9 GB, and 77.9 GiB on a rank with DP attention."""
     assert round(bf16_rest.checkpoint_bytes / 1e9, 1) == 444.9
@@ -99,15 +100,19 @@ def test_a_conversion_is_planned_before_it_is_done(bf16_rest: CapacityReport) ->
 
 @pytest.mark.parametrize(
     ("group_size", "gb", "gib", "rank_gib", "spread_gib"),
-    [(32, 438.35, 408.25, 52.56, 64.5), (64, 415.70, 387.15, 49.92, 61.9), (128, 404.38, 376.61, 48.61, 60.5)],
+    [
+        (128, 404.38, 376.61, 48.61, 60.5),
+        exhaustive(32, 438.35, 408.25, 52.56, 64.5),
+        exhaustive(64, 415.70, 387.15, 49.92, 61.9),
+    ],
 )
 def test_int4_experts_have_the_published_sizes(
-    models: dict[str, Described], group_size: int, gb: float, gib: float, rank_gib: float, spread_gib: float
+    group_size: int, gb: float, gib: float, rank_gib: float, spread_gib: float
 ) -> None:
     """Only the main layers' experts in INT4: the checkpoint, a rank of eight with MTP, and one with DP attention."""
-    source, _ = models["glm-5.2"]
-    described = describe(source, int4_experts_only(source, group_size))
-    planned, spread = (report(source, described, Deployment(mtp=True, **more)) for more in ({}, EP_DP))
+    source, _ = described("glm-5.2")
+    converted = describe(source, int4_experts_only(source, group_size))
+    planned, spread = (report(source, converted, Deployment(mtp=True, **more)) for more in ({}, EP_DP))
 
     assert (round(planned.checkpoint_bytes / 1e9, 2), round(planned.checkpoint_bytes / GIB, 2)) == (gb, gib)
     assert (round(planned.rank_bytes / GIB, 2), round(spread.rank_bytes / GIB, 1)) == (rank_gib, spread_gib)
@@ -115,6 +120,7 @@ def test_int4_experts_have_the_published_sizes(
         assert round(planned.decode[0].weight_bytes / 1e9, 1) == 30.4
 
 
+@pytest.mark.exhaustive
 def test_a_bf16_rest_reads_more_than_fp8() -> None:
     """INT4 g=128 experts with BF16 for the rest and for MTP: 430.82 GB, and 47.0 GB read for a token, not 41.4."""
     options = Options(group_size=128, mtp=Mtp.KEEP)
@@ -127,29 +133,31 @@ def test_a_bf16_rest_reads_more_than_fp8() -> None:
     assert round(planned.decode[0].weight_bytes / 1e9, 1) == 47.0
 
 
-def test_the_published_nvfp4_checkpoint_has_its_size(models: dict[str, Described]) -> None:
+@pytest.mark.exhaustive
+def test_the_published_nvfp4_checkpoint_has_its_size() -> None:
     """NVFP4 experts and BF16 for the rest are 464.8 GB."""
-    nbytes = plan(models, "nvfp4").checkpoint_bytes
+    nbytes = plan(NVFP4).checkpoint_bytes
 
     assert (round(nbytes / 1e9, 2), round(nbytes / GIB, 2)) == (464.80, 432.87)
 
 
-@pytest.mark.parametrize(("model", "gigabytes"), [("glm-5.2", 41.4), ("nvfp4", 48.0)])
-def test_one_request_reads_the_published_weights(models: dict[str, Described], model: str, gigabytes: float) -> None:
+@pytest.mark.parametrize(("model", "gigabytes"), [("glm-5.2", 41.4), exhaustive(NVFP4, 48.0)])
+def test_one_request_reads_the_published_weights(model: str, gigabytes: float) -> None:
     """A token reads 41.4 GB of GLM-5.2 in FP8; with NVFP4 experts and a BF16 rest it reads more, 48.0 GB."""
-    first = plan(models, model).decode[0]
+    first = plan(model).decode[0]
 
     assert first.requests == 1
     assert first.experts_touched == pytest.approx(8)
     assert round(first.weight_bytes / 1e9, 1) == gigabytes
 
 
-def test_parameters_are_the_published_ones(models: dict[str, Described]) -> None:
+def test_parameters_are_the_published_ones() -> None:
     """GLM-5.2 has 40.30 B active parameters, and Kimi K2.6 1,026.88 B in all."""
-    assert round(plan(models, "glm-5.2").active_parameters / 1e9, 2) == 40.30
-    assert round(plan(models, "kimi-k2.6").parameters / 1e9, 2) == 1026.88
+    assert round(plan("glm-5.2").active_parameters / 1e9, 2) == 40.30
+    assert round(plan("kimi-k2.6").parameters / 1e9, 2) == 1026.88
 
 
+@pytest.mark.exhaustive
 def test_published_figures_and_what_does_not_come_out(figures: PublishedFigures) -> None:
     """All figures are ours, too, but two of a vendor's: 421 is 420.5 here, and no layout gives 1.18 M tokens."""
     missed = [figure.published for figure in figures.figures if not figure.comes_out]
@@ -168,9 +176,9 @@ def test_published_figures_and_what_does_not_come_out(figures: PublishedFigures)
 # --- what fits
 
 
-def test_memory_adds_up(models: dict[str, Described]) -> None:
+def test_memory_adds_up() -> None:
     """What the engine takes is weights, reserve and KV pool, and tokens and requests are whole ones of the pool."""
-    planned = plan(models, "kimi-k2.6", utilization=0.8, reserve_gib=3, context=5000, kv=KvLayout.FP8)
+    planned = plan("kimi-k2.6", utilization=0.8, reserve_gib=3, context=5000, kv=KvLayout.FP8)
 
     assert planned.pool_bytes + planned.rank_bytes + 3 * GIB == int(0.8 * (143771 << 20))
     chosen = next(kv for kv in planned.kv if kv.chosen)
@@ -179,50 +187,50 @@ def test_memory_adds_up(models: dict[str, Described]) -> None:
     assert planned.decode[-1].requests == chosen.requests
 
 
-def test_replicas_and_dp_attention_multiply_the_pools(models: dict[str, Described]) -> None:
+def test_replicas_and_dp_attention_multiply_the_pools() -> None:
     """Sixteen GPUs at TP8 are two pools of the same size; DP attention makes one of every rank."""
-    one, two = plan(models, "kimi-k2.6"), plan(models, "kimi-k2.6", "16xH200", tp=8)
+    one, two = plan("kimi-k2.6"), plan("kimi-k2.6", "16xH200", tp=8)
     assert two.rank_bytes == one.rank_bytes
     assert two.kv[0].tokens == 2 * one.kv[0].tokens
     assert two.decode[0].tokens_per_second == pytest.approx(2 * one.decode[0].tokens_per_second)
 
-    spread = plan(models, "kimi-k2.6", **EP_DP)
+    spread = plan("kimi-k2.6", **EP_DP)
     assert spread.kv[0].tokens == 8 * (spread.pool_bytes // 70_272)
 
 
-def test_layouts_of_a_model_are_all_shown(models: dict[str, Described]) -> None:
+def test_layouts_of_a_model_are_all_shown() -> None:
     """A model with indexers has two index caches for each layout, one without has none, and one entry is chosen."""
-    glm = plan(models, "glm-5.2", kv=KvLayout.FP8_DS_MLA, index_cache=IndexCache.ALL)
+    glm = plan("glm-5.2", kv=KvLayout.FP8_DS_MLA, index_cache=IndexCache.ALL)
 
     assert [kv.bytes_per_token for kv in glm.kv] == [92_628, 100_152, 47_700, 55_224, 53_940, 61_464]
     assert [kv.bytes_per_token for kv in glm.kv if kv.chosen] == [61_464]
-    assert [kv.index_cache for kv in plan(models, "kimi-k2.6", index_cache=IndexCache.ALL).kv] == ["", "", ""]
+    assert [kv.index_cache for kv in plan("kimi-k2.6", index_cache=IndexCache.ALL).kv] == ["", "", ""]
 
 
-def test_what_does_not_fit_is_said(models: dict[str, Described]) -> None:
+def test_what_does_not_fit_is_said() -> None:
     """Weights beyond the memory give no tokens, no rates and a warning with the flag; so does a context too long."""
-    small = plan(models, "glm-5.2", "8xH100")
+    small = plan("glm-5.2", "8xH100")
     assert (small.pool_bytes < 0, {kv.tokens for kv in small.kv}, small.decode) == (True, {0}, ())
     assert ["--tp" in warning for warning in small.warnings] == [True]
 
-    long = plan(models, "glm-5.2", context=900_000)
+    long = plan("glm-5.2", context=900_000)
     assert (long.pool_bytes > 0, long.decode) == (True, ())
     assert ["--context" in warning for warning in long.warnings] == [True]
-    assert plan(models, "glm-5.2").warnings == ()
+    assert plan("glm-5.2").warnings == ()
 
 
-def test_a_price_is_for_a_million_tokens(models: dict[str, Described]) -> None:
+def test_a_price_is_for_a_million_tokens() -> None:
     """Eight GPUs at 3 dollars an hour, divided by what they give in an hour; without a price there is none."""
-    planned = plan(models, "kimi-k2.6", price=3.0)
+    planned = plan("kimi-k2.6", price=3.0)
 
     for rate in (planned.decode[0], planned.prefill):
         assert rate.dollars_per_million == pytest.approx(24 / (rate.tokens_per_second * 3600) * 1e6)
-    assert plan(models, "kimi-k2.6").prefill.dollars_per_million is None
+    assert plan("kimi-k2.6").prefill.dollars_per_million is None
 
 
-def test_a_report_is_json_and_back(models: dict[str, Described]) -> None:
+def test_a_report_is_json_and_back() -> None:
     """`from_json` gives what `to_json` wrote."""
-    planned = plan(models, "kimi-k2.6", price=3.0)
+    planned = plan("kimi-k2.6", price=3.0)
 
     assert CapacityReport.from_json(planned.to_json()) == planned
 
@@ -246,10 +254,14 @@ def test_a_deployment_that_cannot_be_is_refused(deployment: dict[str, Any], flag
 # --- every published config
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
-def test_every_config_plans_or_is_refused_by_name(path: Path) -> None:
+QUICK = {*REFUSED, "glm-4.5-air", "llama-3.1-8b"}
+
+
+@pytest.mark.parametrize("model", quick_if(QUICK.__contains__, sorted(path.stem for path in CONFIGS.glob("*.json"))))
+def test_every_config_plans_or_is_refused_by_name(model: str) -> None:
     """From config.json alone a model is planned, or a SourceError names the model and what is missing."""
-    if words := REFUSED.get(path.stem):
+    path = CONFIGS / f"{model}.json"
+    if words := REFUSED.get(model):
         with pytest.raises(SourceError, match=words) as caught:
             plan_serving(path)
         assert str(path) in str(caught.value)
@@ -271,6 +283,7 @@ def test_a_config_without_experts_per_token_is_refused(tmp_path: Path) -> None:
         plan_serving(path)
 
 
+@pytest.mark.exhaustive
 def test_nvfp4_is_not_converted_again() -> None:
     """An INT4 conversion of an NVFP4 checkpoint would round its numbers twice."""
     with pytest.raises(PlanError, match="is nvfp4; made INT4 with g=32, it would be rounded twice"):
@@ -306,6 +319,7 @@ def test_plan_prints_json() -> None:
     assert (planned.mtp, planned.context, planned.utilization, planned.reserve_bytes) == (True, 1000, 0.8, 4 * GIB)
 
 
+@pytest.mark.exhaustive
 def test_explain_published_prints_the_figures(monkeypatch: pytest.MonkeyPatch, figures: PublishedFigures) -> None:
     """--explain published prints each figure with its layout, and NO where it does not come out."""
     monkeypatch.setattr("quantkit.serving.published.published_figures", lambda: figures)
