@@ -44,6 +44,7 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder, make_source(folder, 1)
 
 
+@pytest.mark.exhaustive
 def test_made_up_size_is_exact(made_up: tuple[Path, int]) -> None:
     """The reported size is that of the tensors on the disk."""
     folder, nbytes = made_up
@@ -67,6 +68,7 @@ def test_made_up_checkpoint_converts_and_verifies(made_up: tuple[Path, int], tmp
     assert peers.count_4bit_weights(tmp_path / "int4") == 3
 
 
+@pytest.mark.exhaustive
 def test_conversion_is_timed_and_cleared_away(made_up: tuple[Path, int], tmp_path: Path) -> None:
     """A timed conversion has a time and a peak memory, and leaves only its log."""
     timing = time_conversion(made_up[0], tmp_path / "output", ("--int4",))
@@ -156,6 +158,7 @@ def test_table_without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.count("not installed") == len(PEER_COLUMNS)
 
 
+@pytest.mark.exhaustive
 def test_peer_that_is_not_installed_fails_by_name() -> None:
     """Loading a peer that is missing ends with the name of the module, which the benchmark gives as its reason."""
     script = "import sys; sys.modules['auto_round'] = None; sys.argv = ['peers', 'auto-round']; import runpy; "

@@ -14,6 +14,7 @@ from quantkit.errors import UsageError
 from quantkit.eval import paired
 from quantkit.eval.compare import Counts, Outcome, Paired, compare, count, decide, explain_format_gap
 from quantkit.report import Comparison, Verdict
+from support.tiers import exhaustive
 
 MARGIN, ALPHA = 0.008, 0.05
 DISCORDANT = [0.03, 0.06, 0.1, 0.15]
@@ -63,7 +64,7 @@ def test_false_fail_is_at_most_alpha(items: int, discordant: float) -> None:
 
 
 @pytest.mark.parametrize("discordant", [0.03, 0.15])
-@pytest.mark.parametrize(("number", "items"), [(5, GSM8K), (60, 246)])
+@pytest.mark.parametrize(("number", "items"), [(5, GSM8K), exhaustive(60, 246)])
 def test_false_fail_is_at_most_alpha_for_many_tasks(number: int, items: int, discordant: float) -> None:
     """Alpha is for the whole family: sixty tasks give no more false alarms than one."""
     rates = simulate([items] * number, discordant, 0.0, runs=400)
@@ -72,7 +73,7 @@ def test_false_fail_is_at_most_alpha_for_many_tasks(number: int, items: int, dis
 
 
 @pytest.mark.parametrize("discordant", DISCORDANT)
-@pytest.mark.parametrize("items", [GSM8K, 5000])
+@pytest.mark.parametrize("items", [GSM8K, exhaustive(5000)])
 def test_small_drops_fail_rarely(items: int, discordant: float) -> None:
     """A true drop of half the margin is mistaken for one over it in at most a sixth of all runs."""
     rates = simulate([items], discordant, MARGIN / 2, runs=2000)
@@ -99,10 +100,10 @@ def test_fifty_items_never_pass() -> None:
 
 
 @pytest.mark.parametrize("discordant", DISCORDANT)
-def test_false_pass_is_rare(discordant: float) -> None:
+@pytest.mark.parametrize("items", [GSM8K, exhaustive(5000)])
+def test_false_pass_is_rare(items: int, discordant: float) -> None:
     """A true drop of the margin passes in at most 5 % of all runs."""
-    for items in (GSM8K, 5000):
-        assert simulate([items], discordant, MARGIN, runs=2000)[Verdict.PASS] <= 0.05 + noise(0.05, 2000)
+    assert simulate([items], discordant, MARGIN, runs=2000)[Verdict.PASS] <= 0.05 + noise(0.05, 2000)
 
 
 def test_enough_items_pass() -> None:

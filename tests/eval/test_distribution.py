@@ -145,6 +145,7 @@ def test_logits_that_are_no_numbers_are_refused(llama: Loaded, llama_folder: Pat
         compare_loaded(candidate, baseline, text, names=NAMES, window=WINDOW, max_tokens=100)
 
 
+@pytest.mark.exhaustive
 def test_int4_is_close_to_its_source(glm_tiny: Path, glm_tiny_converted: dict[str, Path]) -> None:
     """On held-out text the default conversion costs little, but measurably: KL and bits per byte see it."""
     report = compare_distributions(

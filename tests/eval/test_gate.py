@@ -17,6 +17,7 @@ from quantkit.eval import accuracy, loading
 from quantkit.eval.gate import Options, evaluate, write_report
 from quantkit.eval.task_specs import TaskSpec
 from quantkit.report import AccuracyReport, Verdict
+from support.tiers import exhaustive
 
 TaskMaker = Callable[..., TaskSpec]
 QUICK = Options("quick", limit=8, window=64, max_tokens=1024)
@@ -93,7 +94,8 @@ def test_what_cannot_be_measured_is_refused_first(glm_tiny_converted: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("baseline", "unsigned"), [("glm-5.2-int4-bf16rest", False), ("glm-5.2-nvfp4", False), ("bf16", True)]
+    ("baseline", "unsigned"),
+    [("glm-5.2-nvfp4", False), exhaustive("glm-5.2-int4-bf16rest", False), exhaustive("bf16", True)],
 )
 def test_only_what_can_be_compared_is_verified(
     glm_tiny_converted: dict[str, Path], tmp_path: Path, baseline: str, unsigned: bool

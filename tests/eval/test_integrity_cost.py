@@ -22,6 +22,7 @@ from quantkit.runtime import Engine
 from quantkit.runtime.integrity.steps import StepTracker
 from support import counting_model as stub
 from support.program import Result, Runner
+from support.tiers import exhaustive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -254,7 +255,7 @@ def covered(statistic: Callable[[Series], Series], block: int, truth: float = 1.
     return hits / 150
 
 
-@pytest.mark.parametrize("statistic", [total, p95])
+@pytest.mark.parametrize("statistic", [total, exhaustive(p95)])
 def test_intervals_cover_the_truth(statistic: Callable[[Series], Series]) -> None:
     """95 % intervals hold the true ratio nearly that often though neighbours resemble each other; drawn one by one they
     would not."""

@@ -40,6 +40,7 @@ def proof(hard: Path) -> kv_proof.Proof:
     return kv_proof.prove(hard, hard.parent, *SIZES)
 
 
+@pytest.mark.exhaustive
 def test_a_hard_cache_comes_back(proof: kv_proof.Proof) -> None:
     """At least 90 % of what scale 1.0 loses is recovered by two parts, and not by one scale, in both modes."""
     assert all(met for _, met in kv_proof.wanted(proof))
@@ -53,6 +54,7 @@ def test_a_hard_cache_comes_back(proof: kv_proof.Proof) -> None:
         assert proof.recovered(embedded) < 0.9
 
 
+@pytest.mark.exhaustive
 def test_folded_is_the_file(proof: kv_proof.Proof) -> None:
     """Bit for bit, in float32 and BF16, with queries as they are and in FP8."""
     assert proof.equal == {f"{dtype} {mode}": True for dtype in ("float32", "bfloat16") for mode in ("K8", "K8+Q8")}
@@ -63,6 +65,7 @@ def test_folded_is_the_file(proof: kv_proof.Proof) -> None:
         assert replace(sidecar.distribution, candidate="") == replace(folded.distribution, candidate="")
 
 
+@pytest.mark.exhaustive
 def test_fp8_queries_are_measured_and_said(proof: kv_proof.Proof) -> None:
     """They change the numbers, and the report of the gate names them."""
     for form in (kv_proof.AT_ONE, kv_proof.FOLDED):
@@ -73,6 +76,7 @@ def test_fp8_queries_are_measured_and_said(proof: kv_proof.Proof) -> None:
         assert "query" not in rounded.report.pages["baseline"]
 
 
+@pytest.mark.exhaustive
 def test_tables_say_it(
     proof: kv_proof.Proof, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +191,7 @@ def fold_powers(folder: Path, output: Path, prefix: str, layers: int) -> str | N
     return fingerprint(open_source(output)).kv_space_id
 
 
+@pytest.mark.exhaustive
 def test_every_storage_has_one_kv_space(glm_tiny: Path, glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
     """FP8, INT4 and BF16 of the trained GLM, INT4 and BF16 of the trained Kimi: one id for each model."""
     quantkit.convert(KIMI, tmp_path / "kimi", "bf16")

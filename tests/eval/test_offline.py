@@ -142,6 +142,7 @@ def test_suite_is_the_same_everywhere(real_data: Path) -> None:
     assert hashlib.sha256("".join(entry["sha256"] for entry in files).encode()).hexdigest() == DIGEST
 
 
+@pytest.mark.exhaustive
 @needs_package
 def test_every_task_loads_in_the_harness(real_data: Path, answers: dict[str, Any]) -> None:
     """lm-eval reads every document as it stands in the file, and gives the score that the task is judged by."""
@@ -155,6 +156,7 @@ def test_every_task_loads_in_the_harness(real_data: Path, answers: dict[str, Any
         assert f"{task.metric},{task.filter}" in answers[task.name]["scores"]
 
 
+@pytest.mark.exhaustive
 @needs_package
 @pytest.mark.parametrize(
     ("task", "source"),
@@ -176,6 +178,7 @@ def test_prompts_and_continuations(answers: dict[str, Any], task: str, source: s
         assert [expected[pair] for pair in pairs] == [index == right for index in range(len(pairs))]
 
 
+@pytest.mark.exhaustive
 @needs_package
 def test_gsm8k(answers: dict[str, Any]) -> None:
     """The eight examples of the definition come before the question, and the target is the number after ####."""
@@ -186,6 +189,7 @@ def test_gsm8k(answers: dict[str, Any]) -> None:
         assert item["document"]["answer"].endswith(f"\n#### {item['target']}")
 
 
+@pytest.mark.exhaustive
 @needs_package
 @pytest.mark.parametrize("subject", MMLU_SUBJECTS)
 def test_mmlu(answers: dict[str, Any], real_data: Path, subject: str) -> None:

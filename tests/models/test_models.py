@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quantkit.models import Decoder, PlainCache, load
-from support.families import NAMES, PUBLISHED
+from support.tiers import quick_if
+from support.families import DIAGONAL, NAMES, PUBLISHED
 from support.model_reference import reference_logits, reference_model, write_numbers
 from support.runnable import Checkpoint, edit_config
 
@@ -37,7 +38,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_if(DIAGONAL.__contains__, NAMES))
 def test_logits_are_those_of_transformers(checkpoint: Checkpoint, name: str, tmp_path: Path) -> None:
     """In float32, on weights decoded by numpy; ragged last blocks, all dialects and fused experts included."""
     folder = checkpoint(name)

@@ -115,6 +115,7 @@ def test_token_by_token_equals_prefill(glm_tiny: Path, tokens: torch.Tensor) -> 
     assert (torch.cat(steps) - whole).abs().max() < 1e-5 * whole.abs().max()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(smollm.missing_packages()), reason=f"{' and '.join(smollm.missing_packages())} missing")
 def test_smollm(pytestconfig: pytest.Config) -> None:
     """SmolLM2-135M, 30 layers with nine heads on three, tied embeddings: in float32 and in BF16."""
