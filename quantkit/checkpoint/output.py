@@ -43,7 +43,11 @@ class Output:
     def check(self) -> None:
         """Raise OutputError if the folder is in use, unless all in it is ours and to be overwritten or gone on with."""
         check_free(self.path)
-        self._check()
+        try:
+            self._check()
+        except OutputError:  # of what a run that has begun or ended meanwhile was writing, perhaps
+            check_free(self.path)
+            self._check()
 
     @contextmanager
     def held(self) -> Iterator[None]:
