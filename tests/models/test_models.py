@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quantkit.models import Decoder, PlainCache, load
-from support.tiers import quick_if
 from support.families import DIAGONAL, NAMES, PUBLISHED
 from support.model_reference import reference_logits, reference_model, write_numbers
 from support.runnable import Checkpoint, edit_config
+from support.tiers import quick_if
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
