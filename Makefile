@@ -2,6 +2,8 @@
 # make test   set up and pass the tests, in WORKERS processes (2 by default)
 # make test-all      pass all of them: the exhaustive ones and those of test-engines, too
 # make test-engines  those with vLLM's and SGLang's own loaders (tests/engine_loaders), which `make engines-env` installs
+# make record        write down what is made of every family (tests/record), which make test-all compares
+# make record-speed  and ratios of the benchmarks and core seconds of commands, which nothing compares (minutes)
 # make mutants       put defects into copies of the tree, one by one, and see that make test finds each (minutes)
 # make lint   ruff and mypy
 # make bench  weight errors, and conversion speed against the disk's on made-up GLM shards (SIZE_GB=4 by default);
@@ -17,7 +19,7 @@ OUT := build/demo
 SIZE_GB ?= 4
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all engines-env test-engines mutants lint bench
+.PHONY: setup demo test test-all engines-env test-engines record record-speed mutants lint bench
 
 setup: $(READY)
 
@@ -56,6 +58,12 @@ $(ENGINES_READY): tests/engine_loaders/requirements.txt $(READY)
 
 test-engines: engines-env
 	QUANTKIT_ENGINES=required OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine_loaders
+
+record: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(BIN)/python -m record
+
+record-speed: setup
+	PYTHONPATH=tests $(BIN)/python -m record.speed
 
 mutants: setup
 	$(BIN)/python tests/mutants.py
