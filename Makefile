@@ -27,6 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]' --group dev
+	PYTHONPATH=tests $(BIN)/python -m support.numba_cache
 	touch $(READY)
 
 demo: setup

@@ -32,7 +32,7 @@ from support.plans import (
     packed,
     plain,
 )
-from support.toys import TOY, toy
+from support.toys import TOY, toy_headers
 
 
 def coded(rows: int, words: int, groups: int) -> Outputs:
@@ -74,13 +74,13 @@ ROUTER: Outputs = {"weight": ("BF16", (4, 256)), "e_score_correction_bias": ("F3
 )
 def test_a_module_comes_out_as_its_recipe_says(recipe: str, module: str, expected: Outputs) -> None:
     """Names, dtypes and shapes of what comes out; what is not converted keeps its own, the router's FP32 bias too."""
-    assert outputs_below(make_plan(toy(), load_recipe(recipe)), module) == expected
+    assert outputs_below(make_plan(toy_headers(), load_recipe(recipe)), module) == expected
 
 
 @pytest.mark.parametrize(("group_size", "groups"), [(32, 8), (64, 4), (128, 2)])
 def test_the_group_size_is_the_recipes(group_size: int, groups: int) -> None:
     """The number of scales and the config follow the group size."""
-    plan = make_plan(toy(), load_recipe(INT4).with_quantized(group_size=group_size))
+    plan = make_plan(toy_headers(), load_recipe(INT4).with_quantized(group_size=group_size))
 
     assert outputs_below(plan, "model.layers.1.mlp.experts.0.gate_proj")["weight_scale"] == ("BF16", (128, groups))
     assert plan.quantization_config is not None
@@ -91,7 +91,7 @@ def test_the_group_size_is_the_recipes(group_size: int, groups: int) -> None:
 @pytest.mark.parametrize("recipe", [INT4, BF16_REST, BF16])
 def test_no_tensor_is_lost(recipe: str) -> None:
     """Every source tensor is in exactly one step, the MTP layer's included, and what stays plain keeps its spec."""
-    source = toy()
+    source = toy_headers()
     plan = make_plan(source, load_recipe(recipe))
 
     used = Counter(tensor.spec.name for step in plan.steps for tensor in step.weight.tensors)
@@ -105,7 +105,7 @@ def test_no_tensor_is_lost(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", [INT4, BF16_REST, BF16])
 def test_the_librarys_reader_takes_every_job(recipe: str) -> None:
     """Header and as many bytes as the plan says are a safetensors file with the steps' outputs, to the last byte."""
-    plan = make_plan(toy(), load_recipe(recipe))
+    plan = make_plan(toy_headers(), load_recipe(recipe))
 
     for job in plan.jobs:
         file = job.header + bytes(job.file_bytes - len(job.header))
@@ -118,7 +118,7 @@ def test_the_librarys_reader_takes_every_job(recipe: str) -> None:
 
 def test_a_job_reads_its_shard_from_begin_to_end() -> None:
     """The steps of a job are in the order of their data in the source."""
-    for job in make_plan(toy(), load_recipe(INT4)).jobs:
+    for job in make_plan(toy_headers(), load_recipe(INT4)).jobs:
         offsets = [step.weight.data.offset for step in job.steps]
         assert offsets == sorted(offsets)
         assert {step.weight.data.shard for step in job.steps} == {job.shard}
@@ -126,7 +126,7 @@ def test_a_job_reads_its_shard_from_begin_to_end() -> None:
 
 def test_the_index_names_every_output_and_its_shard() -> None:
     """The index is the union of the jobs' headers, sorted, and its total_size is the sum of the tensors' bytes."""
-    plan = make_plan(toy(), load_recipe(INT4))
+    plan = make_plan(toy_headers(), load_recipe(INT4))
     index = json.loads(plan.index_text)
 
     files = {job.shard: job.header + bytes(job.file_bytes - len(job.header)) for job in plan.jobs}
@@ -206,7 +206,7 @@ def test_the_configs_other_bytes_stay(recipe: str, newline: str) -> None:
 )
 def test_an_int4_plan_has_a_compressed_tensors_config(recipe: str, groups: list[tuple[str, str]]) -> None:
     """The config names compressed-tensors with `pack-quantized`, and FP8 blocks only where they are kept."""
-    config = make_plan(toy(), load_recipe(recipe)).quantization_config
+    config = make_plan(toy_headers(), load_recipe(recipe)).quantization_config
 
     assert config is not None
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
@@ -219,7 +219,7 @@ def test_an_int4_plan_has_a_compressed_tensors_config(recipe: str, groups: list[
 )
 def test_the_class_linear_tells_sglang_the_block_of_the_rest(recipe: str, kind: tuple[str, int]) -> None:
     """Its group has no other target; INT4 says INT4 in these blocks, NVFP4 gives the class to the FP8 blocks."""
-    config = make_plan(toy(), load_recipe(recipe)).quantization_config
+    config = make_plan(toy_headers(), load_recipe(recipe)).quantization_config
 
     assert config is not None
     (group,) = (group for group in config["config_groups"].values() if "Linear" in group["targets"])
@@ -233,7 +233,7 @@ def test_the_configs_fp8_block_is_the_sources() -> None:
     """Blocks that are not 128 x 128 are written as they are."""
     quantization = {"quant_method": "fp8", "weight_block_size": [64, 32]}
     recipe = custom(int4("routed_expert"), "{roles: [kv_b, indexer], scheme: bf16}")
-    config = make_plan(toy(quantization_config=quantization), recipe).quantization_config
+    config = make_plan(toy_headers(quantization_config=quantization), recipe).quantization_config
 
     assert config is not None
     assert config["config_groups"]["group_1"]["weights"]["block_structure"] == [64, 32]
@@ -241,19 +241,19 @@ def test_the_configs_fp8_block_is_the_sources() -> None:
 
 def test_a_bf16_plan_has_no_quantization_config() -> None:
     """Decoded to BF16, a checkpoint says nothing of quantization, and every weight is one BF16 or FP32 tensor."""
-    plan = make_plan(toy(), load_recipe(BF16))
+    plan = make_plan(toy_headers(), load_recipe(BF16))
 
     assert plan.quantization_config is None
     assert json.loads(plan.config_text) == {key: value for key, value in TOY.items() if key != "quantization_config"}
     assert {spec.dtype for step in plan.steps for spec in step.outputs} == {"BF16", "F32"}
-    assert plan.num_tensors == len(toy(quantization_config=...).tensors)
+    assert plan.num_tensors == len(toy_headers(quantization_config=...).tensors)
 
 
 @pytest.mark.parametrize("recipe", [INT4, BF16])
 def test_no_old_quantization_config_survives_in_a_nested_config(recipe: str) -> None:
     """A second `quantization_config` inside text_config would still say FP8: it goes, or the plan is refused."""
     config = {**TOY, "text_config": {"quantization_config": TOY["quantization_config"]}}
-    source = Source("toy", None, json.dumps(config), toy().tensors)
+    source = Source("toy", None, json.dumps(config), toy_headers().tensors)
     plan = None
     with contextlib.suppress(PlanError, SourceError):
         plan = make_plan(source, load_recipe(recipe))
@@ -263,7 +263,7 @@ def test_no_old_quantization_config_survives_in_a_nested_config(recipe: str) -> 
 
 def test_a_source_in_bf16_gets_the_config_of_a_bf16_rest() -> None:
     """The BF16 release converts too: its experts become INT4, and the config describes a BF16 rest."""
-    plan = make_plan(toy(quantization_config=...), load_recipe(INT4))
+    plan = make_plan(toy_headers(quantization_config=...), load_recipe(INT4))
 
     assert plan.quantization_config is not None
     assert list(plan.quantization_config["config_groups"]) == ["group_0"]

@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import pytest
+from support.toy_headerss import toy_headers
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
@@ -28,7 +29,6 @@ from support.plans import (
     plain,
     refusal,
 )
-from support.toys import toy
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_group_size_that_does_not_divide_is_refused(
     changes: dict[str, Any], group_size: int, named: str, what: str
 ) -> None:
     """A group that would reach over the end of a row is refused by tensor and size."""
-    error = refusal(toy(**changes), load_recipe(INT4).with_quantized(group_size=group_size))
+    error = refusal(toy_headers(**changes), load_recipe(INT4).with_quantized(group_size=group_size))
 
     assert f"model.layers.1.mlp.{named}: the group size {group_size} does not divide {what}" in str(error)
     assert error.hint is not None
@@ -167,7 +167,7 @@ def int4_for(role: str, modules: str, rest: Rest) -> Recipe:
 @pytest.mark.parametrize("rest", Rest)
 def test_int4_that_every_engine_loads_is_planned(role: str, modules: str, rest: Rest) -> None:
     """Shared experts, dense MLPs, o_proj, q_b_proj and wq_b may be INT4 beside the experts, in the same group."""
-    plan = make_plan(toy(), int4_for(role, modules, rest))
+    plan = make_plan(toy_headers(), int4_for(role, modules, rest))
 
     assert plan.quantization_config is not None
     groups = plan.quantization_config["config_groups"].values()
@@ -196,7 +196,7 @@ def test_int4_that_an_engine_cannot_load_is_refused(
     role: str, modules: str, engine: str, rule: str, named: str, rest: Rest
 ) -> None:
     """The message names engine, rule and module, the hint what mends it."""
-    error = refusal(toy(), int4_for(role, modules, rest))
+    error = refusal(toy_headers(), int4_for(role, modules, rest))
 
     assert str(error).startswith(f"{engine} could not load this: ")
     assert f"(rule {rule}: " in str(error)
@@ -209,7 +209,7 @@ def test_what_a_flag_mends_is_a_warning(config: dict[str, Any]) -> None:
     """NVFP4 experts beside BF16 shared ones: SGLang fuses them in models of 256 experts, unless it is told not to."""
     rule = "{roles: [routed_expert], scheme: nvfp4, scale: minmax}"
     recipe = custom(rule).with_rest(Rest.BF16)
-    plan = make_plan(toy(num_nextn_predict_layers=0, num_hidden_layers=2, **config), recipe)
+    plan = make_plan(toy_headers(num_nextn_predict_layers=0, num_hidden_layers=2, **config), recipe)
 
     warnings = [warning for warning in plan.warnings if warning.startswith("SGLang")]
     assert len(warnings) == (1 if config["n_routed_experts"] == 256 else 0)
@@ -237,7 +237,7 @@ def test_groups_that_ranks_would_cut_are_a_warning(columns: int, group_size: int
 
 def test_two_group_sizes_are_refused() -> None:
     """Engines take one 4-bit format, and groups of another size are another one."""
-    error = refusal(toy(), custom(int4("routed_expert"), int4("shared_expert", group_size=64)))
+    error = refusal(toy_headers(), custom(int4("routed_expert"), int4("shared_expert", group_size=64)))
 
     assert "would mix int4" in str(error)
     assert error.hint is not None
@@ -245,7 +245,7 @@ def test_two_group_sizes_are_refused() -> None:
 
 def test_a_recipe_that_converts_nothing_is_refused() -> None:
     """A recipe under which no weight becomes INT4 is refused: the message names recipe and source."""
-    error = refusal(toy(), custom("{roles: [norm], scheme: keep}"))
+    error = refusal(toy_headers(), custom("{roles: [norm], scheme: keep}"))
 
     assert "the recipe mine finds no weight in toy to make INT4" in str(error)
 
@@ -292,7 +292,7 @@ def test_a_config_that_an_engine_reads_otherwise_is_caught(
 
 def planned(recipe: str) -> tuple[Source, Plan, dict[str, Any]]:
     """The toy, its plan, and a copy of the config to spoil."""
-    source = toy()
+    source = toy_headers()
     plan = make_plan(source, load_recipe(recipe))
     assert plan.quantization_config is not None
     return source, plan, copy.deepcopy(plan.quantization_config)

@@ -1,6 +1,6 @@
 """The core seconds of a run, those of the processes that tests start included: a budget that a busy machine keeps.
 
-The last line of a run is their sum over all workers; `--core-seconds N` lists the N dearest tests before it.
+The last line of a run is their sum over all workers; `--core-seconds N` lists the N dearest files and tests before it.
 """
 
 import os
@@ -58,8 +58,12 @@ class CoreSeconds:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the sum."""
-        for test, seconds in self.tests.most_common(self.listed):
-            terminalreporter.write_line(f"{seconds:8.2f} {test}")
+        files: Counter[str] = Counter()
+        for test, seconds in self.tests.items():
+            files[test.partition("::")[0]] += seconds
+        for spent in (files, self.tests):
+            for name, seconds in spent.most_common(self.listed):
+                terminalreporter.write_line(f"{seconds:8.2f} {name}")
         total = self.workers + sum(os.times()[: 2 if self.workers else 4])  # xdist's workers are children, too
         tests = sum(self.tests.values())
         terminalreporter.write_line(f"core seconds: {total:.0f}, of which {tests:.0f} in the tests themselves")
@@ -67,7 +71,9 @@ class CoreSeconds:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option."""
-    parser.addoption("--core-seconds", type=int, default=0, metavar="N", help="list the N tests that took most")
+    parser.addoption(
+        "--core-seconds", type=int, default=0, metavar="N", help="list the N files and the N tests that took most"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

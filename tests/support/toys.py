@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+import quantkit
 from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import Source
 from quantkit.formats import fp8_block
@@ -44,7 +46,7 @@ TOY: dict[str, Any] = {
 }
 
 
-def toy(**changes: Any) -> Source:
+def toy_headers(**changes: Any) -> Source:
     """The headers of `TOY` with some keys changed; a key set to `...` is left out."""
     config = {key: value for key, value in {**TOY, **changes}.items() if value is not ...}
     return inventory("toy", json.dumps(config))
@@ -54,7 +56,7 @@ def toy_tensors() -> Tensors:
     """Random tensors of `TOY` under the publisher's names: FP8 blocks, BF16, and an FP32 router bias."""
     generator = torch.Generator().manual_seed(0)
     tensors: Tensors = {}
-    for name, stored in toy().tensors.items():
+    for name, stored in toy_headers().tensors.items():
         values = torch.randn(stored.spec.shape, generator=generator) * 0.02
         if stored.spec.dtype == "F8_E4M3":
             tensors[name], tensors[f"{name}_scale_inv"] = fp8_block.quantize(values)
@@ -84,4 +86,34 @@ def write(folder: Path, shards: Iterable[Tensors], config: Mapping[str, Any]) ->
         weight_map |= dict.fromkeys(shard, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+@pytest.fixture
+def make_toy(tmp_path: Path) -> ToyMaker:
+    """Writes a toy checkpoint: `make_toy(change)` with a function that changes the tensors before they are written."""
+
+    def make(
+        change: Callable[[Tensors], None] = lambda tensors: None,
+        name: str = "toy",
+        num_shards: int = 2,
+    ) -> Path:
+        tensors = toy_tensors()
+        change(tensors)
+        return write_toy(tmp_path / name, tensors, num_shards)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random GLM checkpoint in two shards; not to be changed."""
+    return write_toy(tmp_path_factory.mktemp("toy") / "source", toy_tensors())
+
+
+@pytest.fixture(scope="session")
+def toy_int4(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy converted by the default recipe; not to be changed."""
+    folder = tmp_path_factory.mktemp("toy-int4") / "output"
+    quantkit.convert(toy, folder)
     return folder

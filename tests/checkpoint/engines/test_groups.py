@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.toy_headerss import toy_headers
 
 from quantkit.checkpoint.engines import ENGINES, LINEAR_ROLES, ConfigMatcher, Engine
 from quantkit.checkpoint.source import Source
@@ -17,7 +18,6 @@ from quantkit.naming import Role, TensorName
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 from support.engine_cases import config_with, module_name
-from support.toys import toy
 
 VLLM, SGLANG, TRANSFORMERS = ENGINES
 NUM_LAYERS = 2
@@ -25,7 +25,7 @@ NUM_LAYERS = 2
 
 def small(**changes: Any) -> Source:
     """The toy with a dense layer 0, a sparse layer 1, and the MTP layer 2."""
-    return toy(num_hidden_layers=NUM_LAYERS, n_routed_experts=2, **changes)
+    return toy_headers(num_hidden_layers=NUM_LAYERS, n_routed_experts=2, **changes)
 
 
 def config_of(recipe: str) -> dict[str, Any]:
