@@ -4,7 +4,6 @@ import copy
 from typing import Any
 
 import pytest
-from support.toy_headerss import toy_headers
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
@@ -29,6 +28,7 @@ from support.plans import (
     plain,
     refusal,
 )
+from support.toys import toy_headers
 
 
 @pytest.mark.parametrize(

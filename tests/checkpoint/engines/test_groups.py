@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.toy_headerss import toy_headers
 
 from quantkit.checkpoint.engines import ENGINES, LINEAR_ROLES, ConfigMatcher, Engine
 from quantkit.checkpoint.source import Source
@@ -18,6 +17,7 @@ from quantkit.naming import Role, TensorName
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 from support.engine_cases import config_with, module_name
+from support.toys import toy_headers
 
 VLLM, SGLANG, TRANSFORMERS = ENGINES
 NUM_LAYERS = 2
