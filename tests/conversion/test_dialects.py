@@ -53,6 +53,7 @@ def test_dialects_are_exchanged_exactly(name: str, tmp_path: Path) -> None:
     assert there.rounded_scales == back.rounded_scales == ()
 
 
+@pytest.mark.exhaustive
 def test_trained_modelopt_checkpoint_becomes_loadable(
     glm_tiny: Path, glm_tiny_converted: dict[str, Path], tmp_path: Path
 ) -> None:

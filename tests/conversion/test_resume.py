@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import quantkit
 from quantkit.conversion import Options
 from quantkit.errors import OutputError, QuantkitError
 from quantkit.recipe import Mtp, ScaleMethod
-from support.toys import ToyMaker
+from support.checkpoints import FP8, fp8_codes, write
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -26,9 +27,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def source(make_toy: ToyMaker) -> Path:
-    """A toy checkpoint in six shards."""
-    return make_toy(num_shards=6)
+def source(tmp_path: Path) -> Path:
+    """Six FP8 weights in six shards, each of which has the scale of the one before it."""
+    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(6)]
+    shards = (
+        {names[layer]: fp8_codes(128, 128, seed=layer), f"{names[layer - 1]}_scale_inv": torch.tensor([[0.5 + layer]])}
+        for layer in range(6)
+    )
+    return write(tmp_path / "source", *shards, num_hidden_layers=6, quantization_config=FP8)
 
 
 @pytest.fixture

@@ -291,6 +291,7 @@ def test_missing_scales_are_an_error(
     assert option in str(caught.value.hint)
 
 
+@pytest.mark.exhaustive
 def test_scales_come_from_a_file(judge: Callable[..., AccuracyReport], glm_tiny: Path, tmp_path: Path) -> None:
     """A file of scales is used and named, and other numbers have another digest."""
     reports = []

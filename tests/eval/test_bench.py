@@ -52,6 +52,7 @@ def test_made_up_size_is_exact(made_up: tuple[Path, int]) -> None:
     assert open_source(folder).nbytes == nbytes
 
 
+@pytest.mark.exhaustive
 def test_made_up_experts_have_their_real_shapes(made_up: tuple[Path, int]) -> None:
     """Gate and up are 2048 x 6144, down is 6144 x 2048, as in GLM-5.2."""
     weights = read_weights(open_source(made_up[0]))

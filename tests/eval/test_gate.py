@@ -73,6 +73,7 @@ def test_a_sound_conversion_is_not_refused(quick: AccuracyReport) -> None:
     assert quick.candidate_digest != quick.baseline_digest
 
 
+@pytest.mark.exhaustive
 def test_nvfp4_is_judged(glm_tiny_converted: dict[str, Path]) -> None:
     """NVFP4 is measured as INT4 is; experts without their global scales would leave nothing of the model."""
     report = evaluate(glm_tiny_converted["glm-5.2-nvfp4"], glm_tiny_converted["bf16"], QUICK)
@@ -174,6 +175,7 @@ def test_broken_weights_fail(glm_tiny_converted: dict[str, Path], tmp_path: Path
     assert [task.task for task in report.tasks] == ["next token", "quantkit_continuation"]
 
 
+@pytest.mark.exhaustive
 def test_broken_weights_fail_rather_than_be_invalid(glm_tiny_converted: dict[str, Path], tmp_path: Path) -> None:
     """Weights that are known to be wrong are a failure, even if the runs could not be compared, too."""
     broken = shutil.copytree(glm_tiny_converted["glm-5.2-int4"], tmp_path / "broken")

@@ -90,6 +90,7 @@ def test_card_tells_what_was_measured(push: Push, hub: Any, judged: Path, toy: P
     assert re.search(r"^\| routed_expert \| int4 g=32 \| 24 \| \d\.\d+% ", card.text, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 def test_card_of_a_source_on_the_hub(program: Push, hub: Any, judged: Path, toy: Path, tmp_path: Path) -> None:
     """For a source that was fetched from the Hub, its card is fetched at that commit, and it is the base model."""
     source = shutil.copytree(toy, tmp_path / "source")

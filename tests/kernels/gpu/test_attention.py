@@ -169,7 +169,7 @@ KINDS = ("e4m3", "bf16", "float32")
 @pytest.mark.parametrize(
     ("kind", "page_size"),
     quick_if(
-        lambda kind, page_size: KINDS.index(kind) == [*AWKWARD].index(page_size), itertools.product(KINDS, AWKWARD)
+        lambda kind, page_size: (kind, page_size) in (("e4m3", 16), ("bf16", 1)), itertools.product(KINDS, AWKWARD)
     ),
 )
 def test_mla_at_page_borders(kind: str, page_size: int) -> None:

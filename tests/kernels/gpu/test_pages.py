@@ -146,6 +146,7 @@ def test_keys_and_values(writer: Any, dtype: torch.dtype, pages_dtype: torch.dty
     assert counts.tolist() == [clipped, 0, 0]
 
 
+@pytest.mark.exhaustive
 @BOTH_WRITERS
 def test_nan_in_plain_pages_is_counted(writer: Any) -> None:
     """BF16 pages keep infinities and NaN; NaN is counted, nothing saturates."""

@@ -31,7 +31,7 @@ from quantkit.kernels.gpu import (
 from support.compiling import compiled_launches
 from support.guards import Guards, guards
 from support.paths import FIXTURES
-from support.tiers import quick_if
+from support.tiers import exhaustive, quick_if
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HALVES = (torch.bfloat16, torch.float16)
@@ -349,7 +349,7 @@ def test_routing_takes_no_more_tiles_than_experts_need(monkeypatch: pytest.Monke
     assert grids[0][0] == 20
 
 
-@pytest.mark.parametrize("split", [1, 2, 4, 8])
+@pytest.mark.parametrize("split", [4, exhaustive(1), exhaustive(2), exhaustive(8)])
 def test_parts_of_k_are_added(split: int) -> None:
     """K over several programs, some of them without a step, gives the sum of all parts, and the same bits each time."""
     x, weight = torch.randn(3, 712).bfloat16(), weights("int4", 40, 712, group=8)

@@ -8,6 +8,7 @@ import pytest
 
 from quantkit.runtime.integrity import Cause
 from support.page_world import SIZE, World, explore
+from support.tiers import quick_if
 
 SAME, OTHER = (1, 1, 1), (2,)
 WORLDS = {
@@ -17,7 +18,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", quick_if("three pages, three requests".__eq__, WORLDS))
 def test_every_order_of_events_is_sound(name: str) -> None:
     """In all interleavings of allocating, writing, freeing, reusing, sharing, forking, aborting and handing over, each
     read is the request's own, without a false alarm; late writers were refused on the way.
