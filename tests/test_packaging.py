@@ -33,6 +33,7 @@ def test_no_init_in_linked_folders(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
 
+@pytest.mark.exhaustive
 def test_wheel_holds_one_import_name(tmp_path: Path) -> None:
     """The wheel's only top-level name is quantkit, and it ships the kernels, the evaluation and the recipes."""
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "tests", ".*_cache")

@@ -164,6 +164,7 @@ def killed(glm_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on(killed: Path, glm_tiny: Path, tmp_path: Path) -> None:
     """kill -9 loses the layer that runs and no other; the end is the same; another run in its place is refused."""
     whole = tmp_path / "whole"

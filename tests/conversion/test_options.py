@@ -113,6 +113,7 @@ def test_source_sharding_does_not_matter(
     assert all(same(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.exhaustive
 def test_many_shards_need_few_open_files(make_toy: Callable[..., Path], toy_int4: Path, tmp_path: Path) -> None:
     """A checkpoint in 100 shards converts, and verifies, with 64 open files allowed."""
     source = make_toy(num_shards=100)

@@ -165,6 +165,7 @@ def test_undo(tiny_fp8: Path, tiny_folded: Path, tmp_path: Path) -> None:
         assert not (again / ".quantkit").exists()
 
 
+@pytest.mark.exhaustive
 def test_calibrate(glm_tiny: Path, tmp_path: Path) -> None:
     """Scales and report are written, and the rest tidied up, without a layer being run again."""
     options = Options(DataOptions(tokens=64, length=32))

@@ -158,6 +158,7 @@ def test_int4_is_close_to_its_source(glm_tiny: Path, glm_tiny_converted: dict[st
     assert report.scored_tokens == 16 * 255
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_itself(glm_tiny: Path, glm_tiny_converted: dict[str, Path]) -> None:
     """A checkpoint against itself has no divergence and full agreement."""
     folder = glm_tiny_converted["bf16"]

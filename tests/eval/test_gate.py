@@ -17,7 +17,6 @@ from quantkit.eval import accuracy, loading
 from quantkit.eval.gate import Options, evaluate, write_report
 from quantkit.eval.task_specs import TaskSpec
 from quantkit.report import AccuracyReport, Verdict
-from support.tiers import exhaustive
 
 TaskMaker = Callable[..., TaskSpec]
 QUICK = Options("quick", limit=8, window=64, max_tokens=1024)
@@ -94,9 +93,10 @@ def test_what_cannot_be_measured_is_refused_first(glm_tiny_converted: dict[str, 
         assert f"quantkit convert {modelopt} --format compressed-tensors -o FOLDER" in str(caught.value.hint)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("baseline", "unsigned"),
-    [("glm-5.2-nvfp4", False), exhaustive("glm-5.2-int4-bf16rest", False), exhaustive("bf16", True)],
+    [("glm-5.2-nvfp4", False), ("glm-5.2-int4-bf16rest", False), ("bf16", True)],
 )
 def test_only_what_can_be_compared_is_verified(
     glm_tiny_converted: dict[str, Path], tmp_path: Path, baseline: str, unsigned: bool

@@ -134,6 +134,7 @@ def right_choice(task: str, item: dict[str, Any]) -> int:
     return 0 if task == "lambada_openai" else int(item["target"])
 
 
+@pytest.mark.exhaustive
 @needs_package
 def test_suite_is_the_same_everywhere(real_data: Path) -> None:
     """The real package gives these very bytes: results of the suite can be compared between machines."""

@@ -105,6 +105,7 @@ def test_card_of_a_source_on_the_hub(program: Push, hub: Any, judged: Path, toy:
     assert f"`owner/toy` at revision `{manifest['source']['revision']}`" in card.text
 
 
+@pytest.mark.exhaustive
 def test_weights_go_through_xet(program: Push, hub: Any, judged: Path, tmp_path: Path) -> None:
     """As on the real Hub, the client's Xet library sends the weights, under the hashes that the preflight found."""
     store = tmp_path / "xet"

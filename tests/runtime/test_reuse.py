@@ -44,6 +44,7 @@ def test_late_write_to_a_page_of_another_is_refused() -> None:
     faults.check_late_write()
 
 
+@pytest.mark.exhaustive
 def test_500_equal_requests_say_the_same_beside_late_writers() -> None:
     """E01: with requests that are aborted all the time and write late, text does not decay, in 500 requests."""
     engine, prompt, late = make_engine(12), tuple(range(6)), 0

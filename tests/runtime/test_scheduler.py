@@ -168,6 +168,7 @@ def test_oldest_request_is_not_preempted() -> None:
     assert steps == -(-len(prompts[0]) // 4) + 7
 
 
+@pytest.mark.exhaustive
 def test_500_equal_requests_get_500_equal_texts() -> None:
     """Pages go round many times, and no text decays."""
     engine = Engine(CountingModel(), make_pool(30, 4), options(batched=True))

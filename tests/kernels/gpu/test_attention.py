@@ -183,6 +183,7 @@ def test_mla_at_page_borders(kind: str, page_size: int) -> None:
     assert torch.equal(expected[1][0], torch.full((5,), -math.inf, dtype=torch.float64))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["e4m3", exhaustive("bf16"), exhaustive("ds")])
 def test_mla_of_real_width(kind: str) -> None:
     """Rows of 512 + 64 with the tile that is chosen for them."""
@@ -217,6 +218,7 @@ def test_splits_do_not_matter(kind: str, splits: int) -> None:
     assert_near(run(batch, dataclasses.replace(SMALL, splits=splits)), exact(batch), BOUND[kind])
 
 
+@pytest.mark.exhaustive
 def test_a_request_does_not_depend_on_its_batch() -> None:
     """With equal splits a request has the same bits alone and among others, in the kernels and in the reference."""
     batch = make("e4m3", (40, 3, 77))

@@ -161,7 +161,7 @@ def test_nan_in_plain_pages_is_counted(writer: Any) -> None:
 
 
 @BOTH_WRITERS
-@pytest.mark.parametrize("source", ["all", exhaustive("random"), exhaustive("spread")])
+@pytest.mark.parametrize("source", ["random", exhaustive("all"), exhaustive("spread")])
 def test_ds_mla_rows(writer: Any, source: str) -> None:
     """656 bytes: the latent under the smallest power of two that holds each 128, the rope part as it is in BF16."""
     latent = {

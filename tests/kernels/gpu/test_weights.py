@@ -447,6 +447,7 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_kernels_compile_for_gpus() -> None:
     """Every launch compiles for sm_90 and sm_100, and takes the registers and memory of the table; no loop spills."""
     rows = compiled_launches("weights")

@@ -153,6 +153,7 @@ def test_prompt_of_one_token_has_no_pages() -> None:
         read(buffer, ticket(request=2, prompt=(5,)))
 
 
+@pytest.mark.exhaustive
 def test_any_flipped_bit_is_noticed() -> None:
     """Each byte of a hand-off is either refused when it has changed, or is one that nobody looks at."""
     buffer = written(ticket())

@@ -141,6 +141,7 @@ def test_a_million_clean_tags_raise_no_alarm() -> None:
     assert not any(tracker.counters.faults.values())
 
 
+@pytest.mark.exhaustive
 def test_a_million_clean_digests_raise_no_alarm() -> None:
     """Pages that grow row by row, full ones and half-filled ones: their bytes are always what was written."""
     num_pages, page_size = 4096, 4
