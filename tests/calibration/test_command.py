@@ -16,8 +16,8 @@ from quantkit.checkpoint.identity import identify
 from quantkit.checkpoint.source import open_source
 from quantkit.models.config import read_config
 from quantkit.runtime.scales import KvScaleFile, read_scale_file, scales_by_layer
-from support.model_reference import write_numbers
 from support.program import Runner
+from support.reference import write_numbers
 from support.runnable import write_runnable
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,7 +17,7 @@ from quantkit.calibration.statistics import Spread
 from quantkit.errors import CheckFailed, SourceError
 from quantkit.models.moe import Moe, Router
 from quantkit.runtime.scales import read_scale_file
-from support.model_reference import write_numbers
+from support.reference import write_numbers
 from support.runnable import write_runnable
 
 pytestmark = pytest.mark.usefixtures("one_thread")

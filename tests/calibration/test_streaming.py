@@ -23,7 +23,7 @@ from quantkit.checkpoint.source import open_source
 from quantkit.errors import OutputError, UsageError
 from quantkit.models import PlainCache, load
 from quantkit.models.loading import LayerReader, open_layers
-from support.model_reference import reference_logits, reference_model, write_numbers
+from support.reference import reference_logits, reference_model, write_numbers
 from support.runnable import Checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

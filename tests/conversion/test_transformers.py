@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.naming import Role, TensorName
-from support.simulation import (
+from support.reference import (
     assert_same,
     divide_experts,
     load_model,

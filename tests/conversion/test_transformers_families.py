@@ -9,7 +9,7 @@ from quantkit.conversion import Options, convert
 from quantkit.naming import TensorName
 from quantkit.recipe import Scheme
 from support.families import PUBLISHED, write_family
-from support.simulation import (
+from support.reference import (
     assert_same,
     copy_readable,
     divide_experts,

@@ -28,7 +28,7 @@ from quantkit.eval.loading import (
 from quantkit.naming import TensorName
 from quantkit.recipe import Mtp, Scheme
 from support.families import PUBLISHED, write_family
-from support.simulation import assert_same, copy_readable, load_model, quiet, write_plain
+from support.reference import assert_same, copy_readable, load_model, quiet, write_plain
 from support.tiers import quick_if
 
 pytestmark = pytest.mark.usefixtures("one_thread")

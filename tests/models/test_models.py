@@ -9,7 +9,7 @@ import torch
 
 from quantkit.models import Decoder, PlainCache, load
 from support.families import NAMES, PUBLISHED
-from support.model_reference import reference_logits, reference_model, write_numbers
+from support.reference import reference_logits, reference_model, write_numbers
 from support.runnable import Checkpoint, edit_config
 from support.tiers import quick_if
 

@@ -21,8 +21,7 @@ import transformers
 
 from quantkit.models import Decoder, PlainCache, load
 from support import smollm
-from support.model_reference import reference_logits, reference_model, write_numbers
-from support.simulation import quiet
+from support.reference import quiet, reference_logits, reference_model, write_numbers
 from support.tiers import quick_if
 
 pytestmark = pytest.mark.usefixtures("one_thread")
