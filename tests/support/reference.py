@@ -1,7 +1,7 @@
 """What transformers computes on the numbers of a checkpoint, decoded by `truth.py`: the same model, plain weights.
 
-Nothing of quantkit is in it. `write_numbers` keeps them in float32. transformers 5.17 rounds what it decodes, and so does
-`write_plain`:
+Nothing of quantkit is in it. `write_numbers` keeps them in float32. transformers 5.17 rounds what it decodes, and so
+does `write_plain`:
 
     experts       to BF16, whatever the model's dtype
     FP8 in BF16   FP32 scales first, then the product
