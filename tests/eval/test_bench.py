@@ -61,6 +61,7 @@ def test_made_up_experts_have_their_real_shapes(made_up: tuple[Path, int]) -> No
     assert experts == {"gate_proj": (2048, 6144), "up_proj": (2048, 6144), "down_proj": (6144, 2048)}
 
 
+@pytest.mark.exhaustive
 def test_made_up_checkpoint_converts_and_verifies(made_up: tuple[Path, int], tmp_path: Path) -> None:
     """The random numbers are a checkpoint like any other."""
     quantkit.convert(made_up[0], tmp_path / "int4")

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from support.hub.pushing import COMMIT, LAST, REPO, SIDE, WEIGHTS, Push, assert_published, assert_refused
+from support.tiers import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of httpx, by huggingface_hub
 
 
-@pytest.mark.parametrize("options", [(), ("--pr",)])
+@pytest.mark.parametrize("options", [(), exhaustive(("--pr",))])
 def test_busy_hub_is_waited_for(program: Push, hub: Any, judged: Path, options: tuple[str, ...]) -> None:
     """429 with Retry-After twice and then 503: the wait is as long as asked, and nothing is sent or committed twice."""
     hub.create(REPO, {})

@@ -30,6 +30,7 @@ from support.hub.pushing import (
     local,
 )
 from support.program import PROGRAM, hub_environment
+from support.tiers import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of httpx, by huggingface_hub
 
@@ -228,7 +229,7 @@ def test_nothing_is_sent_unasked(hub: Any, judged: Path, tmp_path: Path) -> None
     assert hub.requests == ()
 
 
-@pytest.mark.parametrize(("answer", "exit_code"), [(b"y\n", 0), (b"\n", 1)])
+@pytest.mark.parametrize(("answer", "exit_code"), [(b"\n", 1), exhaustive(b"y\n", 0)])
 def test_terminal_is_asked(hub: Any, judged: Path, tmp_path: Path, answer: bytes, exit_code: int) -> None:
     """On a terminal the repository, its visibility, the files and bytes are shown; only a yes sends them."""
     terminal, theirs = pty.openpty()

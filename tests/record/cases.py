@@ -98,13 +98,12 @@ def _scales(source: Path) -> dict[str, object]:
 
 
 def _runs(recorder: Recorder, source: Path, folder: Path) -> None:
-    """Commands that compute with a model, by what no processor changes; what the gate counts, one does."""
+    """Commands that compute with a model, by what no processor changes; the gate's counts, one does."""
     prompt = ("As well as WSGI, Django also", "--max-new-tokens", "8", "--memory", "4MB")
     recorder.run("generate", source, *prompt, floats=False)
     recorder.run("generate", source, *prompt, "--kv", "fp8", "--kv-scale", "1.0", floats=False)
     text = ("--data", source / "heldout.txt", "--tokens", "256")
     recorder.run("calibrate", source, *text, "-o", folder / "calibrated", floats=False)
-    recorder.run("eval", folder / "output-0", "--baseline", source, floats=False)
 
 
 def _models() -> list[str]:

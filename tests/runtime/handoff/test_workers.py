@@ -494,6 +494,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.exhaustive
 def test_killed_coordinator_leaves_nothing_behind(folder: Path) -> None:
     """When the coordinator is killed its workers end, and its segments go."""
     pair = pickle.dumps((settings(Role.PREFILL, folder, BF16), settings(Role.DECODE, folder, FP8)))
