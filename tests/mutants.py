@@ -107,11 +107,13 @@ def finder(mutant: Mutant) -> str:
 
 
 def _copy(tree: Path) -> None:
-    """The files that git knows of, as they are, links included; none that was compiled."""
+    """The files that git knows of, as they are, links included, and the loops that are compiled for these kernels."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in names.split("\0")[:-1]:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
+    if (compiled := ROOT / "build" / "numba").exists():
+        shutil.copytree(compiled, tree / "build" / "numba")
 
 
 def _first_failure(tree: Path, tests: str) -> str:
