@@ -31,16 +31,19 @@ MUTANTS = {
         "kernels/int4_groups.py",
         "bits = (bits | bits >> np.uint64(4)) & np.uint64(0x00FF00FF00FF00FF)",
         "bits = (bits << np.uint64(4) | bits >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)",
-        "tests/kernels",
+        "tests/kernels/test_fp8_and_int4.py",
     ),
     "scale off by one group": Mutant(
-        "kernels/float_to_int4.py", "out_scale[row, group] = bits", "out_scale[row, group - 1] = bits", "tests/kernels"
+        "kernels/float_to_int4.py",
+        "out_scale[row, group] = bits",
+        "out_scale[row, group - 1] = bits",
+        "tests/kernels/test_fp8_and_int4.py",
     ),
     "truncation for rounding": Mutant(
         "kernels/float_to_int4.py",
         "code = np.rint(np.float64(source[position]) / step)",
         "code = np.trunc(np.float64(source[position]) / step)",
-        "tests/kernels",
+        "tests/kernels/test_fp8_and_int4.py",
     ),
     "missing fsync": Mutant(
         "quantkit/checkpoint/writer.py", "        os.fsync(file)", "        pass", "tests/checkpoint"
@@ -49,7 +52,7 @@ MUTANTS = {
         "quantkit/runtime/integrity/steps.py",
         "tags = self.tags.check([one.request.number for one in passes], table.pages, table.counts)",
         "tags = None",
-        "tests/runtime",
+        "tests/runtime/integrity",
     ),
     "engine rule inverted": Mutant(
         "quantkit/checkpoint/engines/rules/storing.py",
@@ -79,7 +82,7 @@ MUTANTS = {
         "quantkit/runtime/scales.py",
         "return LayerScales(key[1], value[1])",
         "return LayerScales(1 / key[1], 1 / value[1])",
-        "tests/runtime",
+        "tests/runtime/test_pages.py",
     ),
     "MTP layer dropped": Mutant(
         "quantkit/plan/steps.py",
