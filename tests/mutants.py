@@ -70,7 +70,7 @@ MUTANTS = {
         "quantkit/eval/paired.py",
         "return NormalDist().cdf(score(items, lost, gained, -drop))",
         "return NormalDist().cdf(-score(items, lost, gained, -drop))",
-        "tests/eval/test_paired.py",
+        "tests/eval/test_compare.py",
     ),
     "resumed shard not checked": Mutant(
         "quantkit/conversion/run.py",

@@ -17,14 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.inventory import inventory
 from support.paths import CONFIGS
 from support.storages import STORAGES, Storage
+from support.toys import write
 from support.truth import E2M1, E4M3, Array
 
 _WIDTHS = {"U8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
+_TORCH = {
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 _NUMPY = {"F16": "<f2", "F32": "<f4", "I32": "<i4", "I64": "<i8"}
 _FP8_SCALE = re.compile(r".*\.weight_scale(_inv)?")
 _SHARED = ("weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale")  # by fused partners
@@ -179,20 +191,22 @@ def write_family(folder: Path, name: str, seed: int = 0, changes: Changes | None
 
     Its weights are near N(0, 0.02), its norms near 1; FP8 bytes are no NaN, and scales are positive.
     """
-    folder.mkdir(parents=True)
     specs = {spec.name: spec for spec in specs_of(name, changes)}
-    shards = _shards(tuple(specs.values()), family_of(name).scattered)
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, {spec: _random(spec, specs, storage_of(name), seed) for spec in shard})
-        weight_map |= {spec.name: file for spec in shard}
-    index = {"metadata": {"total_size": sum(map(_nbytes, specs.values()))}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(config_of(name, changes), indent=2) + "\n")
+    storage, scattered = storage_of(name), family_of(name).scattered
+    shards = (
+        {spec.name: _tensor(spec, _random(spec, specs, storage, seed)) for spec in shard}
+        for shard in _shards(tuple(specs.values()), scattered)
+    )
+    write(folder, shards, config_of(name, changes))
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}\n')
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}\n")
     return folder
+
+
+def _tensor(spec: TensorSpec, stored: Array) -> torch.Tensor:
+    """The stored numbers, of BF16 and FP8 their bits, as a tensor of the dtype that they are of."""
+    assert stored.shape == spec.shape
+    return torch.from_numpy(np.ascontiguousarray(stored).reshape(spec.shape)).view(_TORCH[spec.dtype])
 
 
 def _nbytes(spec: TensorSpec) -> int:
@@ -205,19 +219,6 @@ def _shards(specs: tuple[TensorSpec, ...], scattered: bool) -> tuple[tuple[Tenso
     begins = accumulate(map(_nbytes, specs), initial=0)
     first = bisect(list(begins), sum(map(_nbytes, specs)) / 2)
     return specs[:first], specs[first:]
-
-
-def _write_shard(path: Path, tensors: dict[TensorSpec, Array]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered = sorted(tensors, key=lambda spec: -_WIDTHS[spec.dtype])
-    end = 0
-    for spec in ordered:
-        assert tensors[spec].shape == spec.shape
-        begin, end = end, end + tensors[spec].nbytes
-        header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors[spec].tobytes() for spec in ordered))
 
 
 def _random(spec: TensorSpec, specs: dict[str, TensorSpec], storage: Storage, seed: int) -> Array:

@@ -78,13 +78,15 @@ def write(folder: Path, shards: Iterable[Tensors], config: Mapping[str, Any]) ->
     folder.mkdir(parents=True, exist_ok=True)
     shards = list(shards)
     weight_map: dict[str, str] = {}
+    nbytes = 0
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(
-            {name: tensor.contiguous() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"}
-        )
+        tensors = {name: tensor.contiguous() for name, tensor in shard.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        nbytes += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 
