@@ -1,5 +1,6 @@
 """The installed program in a process of its own, or in this one, which saves the time of loading it."""
 
+import functools
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer.main
 
 from quantkit.cli import main
 
@@ -29,6 +31,8 @@ class Result(NamedTuple):
 
 Runner = Callable[..., Result]
 
+_command = functools.cache(typer.main.get_command)  # the parsers of all commands, which are slower to make than to use
+
 
 def run_here(*arguments: str | Path) -> Result:
     """Run the program in this process."""
@@ -37,6 +41,7 @@ def run_here(*arguments: str | Path) -> Result:
         for name in ("QUANTKIT_DEBUG", "FORCE_COLOR"):
             patch.delenv(name, raising=False)
         patch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
+        patch.setattr(typer.main, "get_command", _command)
         with pytest.raises(SystemExit) as leaving:
             main()
     assert isinstance(leaving.value.code, int)
