@@ -2,5 +2,6 @@
 
 recording  how outputs become lines
 cases      which sources, conversions and commands
-speed      ratios of the benchmarks and CPU time of the program, which digests do not see
+files      where the lines are kept
+speed      ratios of the benchmarks and core seconds of commands, which digests do not see
 """
