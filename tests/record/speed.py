@@ -1,62 +1,66 @@
-"""`make record-speed`: ratios of the benchmarks and CPU seconds of the program, into speed.md beside the record.
+"""`make record-speed`: ratios of the benchmarks and core seconds of the program, into speed.md beside the record.
 
-The seconds of a command are those of its process, the least of five runs, over those of a yardstick of the same run: a
-process that imports numpy.
+The core seconds of a command are those of its process, the least of five, over those of a yardstick that took turns
+with it: a process that imports numpy.
 """
 
 import os
 import platform
+import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from support.paths import GLM_TINY
+from support.paths import GLM_TINY, ROOT
 from support.program import PROGRAM, environment
 
 SPEED = Path(__file__).parent / "speed.md"
-YARDSTICK: list[str | Path] = [sys.executable, "-c", "import numpy"]
+YARDSTICK: tuple[str | Path, ...] = (sys.executable, "-c", "import numpy")
 COMMANDS = (
     ("--help",),
     ("convert", GLM_TINY, "--int4", "--dry-run"),
     ("inspect", "glm-5.2"),
     ("plan", "glm-5.2", "--int4"),
 )
-BENCHMARKS = (("conversion_speed", "--size-gb", "2"), ("scale_error", str(GLM_TINY)))
+BENCHMARKS = (("scale_error", str(GLM_TINY.relative_to(ROOT))), ("conversion_speed", "--size-gb", "1"))
+_ROUNDS = 5
 
 
-def cpu_seconds(command: list[str | Path]) -> float:
-    """The least core seconds of five runs of a process."""
+def core_seconds(commands: Sequence[Sequence[str | Path]]) -> list[float]:
+    """The least core seconds of a process of each command; they take turns, as a busy machine slows all of them."""
+    rounds = [[_core_seconds(command) for command in commands] for _ in range(_ROUNDS)]
+    return [min(seconds) for seconds in zip(*rounds, strict=True)]
 
-    def once() -> float:
-        before = os.times()
-        subprocess.run(command, env=environment(), check=True, capture_output=True)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
 
-    return min(once() for _ in range(5))
+def _core_seconds(command: Sequence[str | Path]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, env=environment(), check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
     """Write the file."""
-    unit = cpu_seconds(YARDSTICK)
+    load = os.getloadavg()[0]
+    unit, *found = core_seconds((YARDSTICK, *((PROGRAM, *arguments) for arguments in COMMANDS)))
     lines = [
         "# Speed",
         "",
-        f"{datetime.now(UTC):%Y-%m-%d}, {processor()}, {os.cpu_count()} cores. The yardstick, which imports numpy, "
-        f"took {unit:.2f} core seconds.",
+        f"{datetime.now(UTC):%Y-%m-%d}, {processor()}, {os.cpu_count()} cores, load average {load:.1f} before. "
+        f"The yardstick, which imports numpy, took {unit:.3f} core seconds.",
         "",
         "| command | core seconds | of the yardstick |",
         "|---|---|---|",
     ]
-    for arguments in COMMANDS:
-        seconds = cpu_seconds([PROGRAM, *arguments])
+    for arguments, seconds in zip(COMMANDS, found, strict=True):
         words = " ".join(argument if isinstance(argument, str) else argument.name for argument in arguments)
         lines.append(f"| `quantkit {words}` | {seconds:.2f} | {seconds / unit:.1f} |")
     for name, *options in BENCHMARKS:
         command = [sys.executable, "-m", f"quantkit.eval.{name}", *options]
-        printed = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout
-        lines += ["", f"`{name} {' '.join(Path(option).name for option in options)}`", "", printed.strip()]
+        run = subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
+        lines += ["", f"`{name} {' '.join(options)}`", "", run.stdout.strip()]
     SPEED.write_text("\n".join(lines) + "\n")
 
 
