@@ -37,13 +37,14 @@ demo: setup
 	$(BIN)/quantkit convert $(MODEL) --bf16 --output $(OUT)/bf16
 	$(BIN)/quantkit eval $(OUT)/int4 --baseline $(OUT)/bf16 --text $(MODEL)/heldout.txt
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+ROOMS := $(PYTEST) --numprocesses $(WORKERS) --dist worksteal --ignore tests/engine_loaders
 
 test: setup
-	$(PYTEST) --dist worksteal --ignore tests/engine_loaders -m "not exhaustive" --hypothesis-profile quick
+	$(ROOMS) -m "not exhaustive" --hypothesis-profile quick
 
 test-all: setup test-engines
-	$(PYTEST) --dist worksteal --ignore tests/engine_loaders
+	$(ROOMS)
 
 engines-env: $(ENGINES_READY)
 
@@ -58,7 +59,7 @@ $(ENGINES_READY): tests/engine_loaders/requirements.txt $(READY)
 	touch $@
 
 test-engines: engines-env
-	QUANTKIT_ENGINES=required OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine_loaders
+	QUANTKIT_ENGINES=required $(PYTEST) tests/engine_loaders
 
 record: setup
 	PYTHONPATH=tests OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(BIN)/python -m record

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
 
 
 class Mutant(NamedTuple):
@@ -120,20 +120,11 @@ def _copy(tree: Path) -> None:
 
 
 def _first_failure(tree: Path, tests: str) -> str:
-    """The first test below a path that fails; an error that is not a test's ends the program."""
-    options = [
-        "--numprocesses",
-        "2",
-        "--dist",
-        "worksteal",
-        "--exitfirst",
-        "--quiet",
-        "--ignore",
-        "tests/engine_loaders",
-    ]
-    options += ["-m", "not exhaustive", "--hypothesis-profile", "quick", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *options, tests]
+    """The first test below a path that `make test` finds to fail; an error that is not a test's ends the program."""
+    options = f"--exitfirst --quiet -p no:cacheprovider {tests}"
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": options}
+    ready = ROOT / ".venv" / ".ready"
+    command = ["make", "test", f"BIN={Path(sys.executable).parent}", f"READY={ready}", f"--assume-old={ready}"]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=False, text=True)
     failed = [line.removeprefix("FAILED ") for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     if done.returncode and not failed:
