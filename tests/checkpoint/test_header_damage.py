@@ -198,7 +198,7 @@ VALID = lay_out(
 )[0] + bytes(45)
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@settings(derandomize=True, database=None, max_examples=4 * settings.default.max_examples)  # 400, or 60
 @given(
     edits=st.lists(
         st.tuples(
