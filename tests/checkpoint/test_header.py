@@ -11,26 +11,8 @@ from quantkit.checkpoint.header import (
     TensorSpec,
     lay_out,
 )
-from support.headers import read_header
+from support.headers import TORCH_DTYPES, read_header
 
-TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
 SPEC_LISTS = {
     "nothing": [],
     "one": [TensorSpec("a", "BF16", (3, 5))],

@@ -131,9 +131,8 @@ def test_deepseek_v32_adds_an_indexer_to_every_layer() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("layers", "nbytes"), [*map(exhaustive, ("0", "9", "10"), (2_846_451_040, 17_066_593_104, 17_066_595_432))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("layers", "nbytes"), [("0", 2_846_451_040), ("9", 17_066_593_104), ("10", 17_066_595_432)])
 def test_kimi_k2_instructs_files_have_the_published_sizes(layers: str, nbytes: int) -> None:
     """A shard is a layer, the first one has the embedding too; each has 192 bytes more than ours in its header.
 

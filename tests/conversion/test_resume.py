@@ -18,12 +18,7 @@ import quantkit
 from quantkit.conversion import Options
 from quantkit.errors import OutputError, QuantkitError
 from quantkit.recipe import Mtp, ScaleMethod
-from support.checkpoints import FP8, fp8_codes, write
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+from support.checkpoints import FP8, digests, fp8_codes, write
 
 
 @pytest.fixture
@@ -38,10 +33,10 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def whole(source: Path, tmp_path: Path) -> dict[str, bytes]:
-    """The files of an uninterrupted conversion."""
+def whole(source: Path, tmp_path: Path) -> dict[str, str]:
+    """The digests of the files of an uninterrupted conversion."""
     quantkit.convert(source, tmp_path / "whole")
-    return contents(tmp_path / "whole")
+    return digests(tmp_path / "whole")
 
 
 def interrupt(
@@ -71,7 +66,7 @@ def interrupt(
 
 @pytest.mark.parametrize("shards", [0, 1, 4, 5])
 def test_resumed_run_equals_an_uninterrupted_one(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+    source: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
 ) -> None:
     """After any number of finished shards, --resume gives the same files, manifest included, and leaves no others."""
     interrupt(source, tmp_path / "out", shards, monkeypatch)
@@ -79,7 +74,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
 
     quantkit.convert(source, tmp_path / "out", resume=True)
 
-    assert contents(tmp_path / "out") == whole
+    assert digests(tmp_path / "out") == whole
 
 
 def test_finished_shards_are_not_converted_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +91,7 @@ def test_finished_shards_are_not_converted_again(source: Path, tmp_path: Path, m
 
 
 @pytest.mark.exhaustive
-def test_kill_at_random_moments(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_kill_at_random_moments(source: Path, whole: dict[str, str], tmp_path: Path) -> None:
     """A process killed again and again never leaves a partial file under a final name, and ends with the same bytes."""
     command = [sys.executable, "-m", "quantkit.cli", "convert", source, "-o", tmp_path / "out", "--resume", "--json"]
     delay, kills = 0.5, 0
@@ -115,19 +110,19 @@ def test_kill_at_random_moments(source: Path, whole: dict[str, bytes], tmp_path:
 
     assert child.returncode == 0, stderr
     assert kills > 3
-    assert contents(tmp_path / "out") == whole
+    assert digests(tmp_path / "out") == whole
 
 
 def test_interrupted_run_needs_a_decision(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --resume or --overwrite an interrupted run is left alone, and the error says what may be done."""
     interrupt(source, tmp_path / "out", 2, monkeypatch)
-    before = contents(tmp_path / "out")
+    before = digests(tmp_path / "out")
 
     with pytest.raises(OutputError, match="interrupted run") as caught:
         quantkit.convert(source, tmp_path / "out")
 
     assert "--resume" in str(caught.value.hint)
-    assert contents(tmp_path / "out") == before
+    assert digests(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize(
@@ -179,7 +174,7 @@ def test_changed_source_config_is_refused(source: Path, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("torn", [b'{"shard": "model-0', b"\x00\x00\x00", b'{"shard"\n', b"[]\n"])
 def test_torn_journal_line_is_left_out(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
+    source: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
 ) -> None:
     """What a power failure leaves at the journal's end does not stop a resumed run, and the next line is whole."""
     interrupt(source, tmp_path / "out", 2, monkeypatch)
@@ -188,7 +183,7 @@ def test_torn_journal_line_is_left_out(
 
     quantkit.convert(source, tmp_path / "out", resume=True)
 
-    assert contents(tmp_path / "out") == whole
+    assert digests(tmp_path / "out") == whole
 
 
 def zero_the_tail(path: Path) -> None:
@@ -201,7 +196,7 @@ def zero_the_tail(path: Path) -> None:
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 100), change_a_byte, zero_the_tail])
 def test_lost_output_is_made_again(
     source: Path,
-    whole: dict[str, bytes],
+    whole: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[Path], None],
@@ -213,7 +208,7 @@ def test_lost_output_is_made_again(
 
     quantkit.convert(source, tmp_path / "out", resume=True, trust_source=True, warn=warnings.append)
 
-    assert contents(tmp_path / "out") == whole
+    assert digests(tmp_path / "out") == whole
     assert len(warnings) == 1
     assert warnings[0].startswith("model-00002-of-00006.safetensors is not what the interrupted run wrote")
 
@@ -242,7 +237,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 @pytest.mark.parametrize("change", SPOILED.values(), ids=SPOILED)
 def test_journal_line_that_does_not_fit_ends_the_journal(
     source: Path,
-    whole: dict[str, bytes],
+    whole: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[dict[str, Any]], dict[str, Any]],
@@ -256,11 +251,11 @@ def test_journal_line_that_does_not_fit_ends_the_journal(
 
     quantkit.convert(source, tmp_path / "out", resume=True)
 
-    assert contents(tmp_path / "out") == whole
+    assert digests(tmp_path / "out") == whole
 
 
 def test_shard_that_was_made_again_counts_once(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is interrupted again after it made a damaged shard anew goes on from the new one."""
     interrupt(source, tmp_path / "out", 3, monkeypatch)
@@ -270,7 +265,7 @@ def test_shard_that_was_made_again_counts_once(
 
     quantkit.convert(source, tmp_path / "out", resume=True, warn=warnings.append)
 
-    assert contents(tmp_path / "out") == whole
+    assert digests(tmp_path / "out") == whole
     assert warnings == []
 
 
@@ -283,32 +278,32 @@ def test_side_file_more_is_refused(source: Path, tmp_path: Path, monkeypatch: py
         quantkit.convert(source, tmp_path / "out", resume=True)
 
 
-def test_journal_without_a_first_line_starts_anew(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_journal_without_a_first_line_starts_anew(source: Path, whole: dict[str, str], tmp_path: Path) -> None:
     """A run that was killed before it wrote anything is begun again by --resume."""
     (tmp_path / "out" / ".quantkit").mkdir(parents=True)
     (tmp_path / "out" / ".quantkit" / "journal.jsonl").write_bytes(b'{"version"')
 
     quantkit.convert(source, tmp_path / "out", resume=True)
 
-    assert contents(tmp_path / "out") == whole
+    assert digests(tmp_path / "out") == whole
 
 
-def test_resume_of_nothing_is_a_new_run(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_resume_of_nothing_is_a_new_run(source: Path, whole: dict[str, str], tmp_path: Path) -> None:
     """--resume may always be given: where there is nothing yet, the run begins."""
     quantkit.convert(source, tmp_path / "out", resume=True)
 
-    assert contents(tmp_path / "out") == whole
+    assert digests(tmp_path / "out") == whole
 
 
 def test_resume_of_a_finished_run_does_nothing(source: Path, tmp_path: Path) -> None:
     """Where the same run has ended, --resume returns its manifest and writes nothing."""
     manifest = quantkit.convert(source, tmp_path / "out")
-    before = contents(tmp_path / "out")
+    before = digests(tmp_path / "out")
 
     again = quantkit.convert(source, tmp_path / "out", resume=True)
 
     assert again.to_json() == manifest.to_json()
-    assert contents(tmp_path / "out") == before
+    assert digests(tmp_path / "out") == before
 
 
 def test_resume_leaves_other_folders_alone(source: Path, toy_int4: Path, tmp_path: Path) -> None:
@@ -318,10 +313,10 @@ def test_resume_leaves_other_folders_alone(source: Path, toy_int4: Path, tmp_pat
     (tmp_path / "foreign" / "thesis.txt").write_text("the only copy")
 
     for folder in (tmp_path / "finished", tmp_path / "foreign"):
-        before = contents(folder)
+        before = digests(folder)
         with pytest.raises(QuantkitError):
             quantkit.convert(source, folder, resume=True)
-        assert contents(folder) == before
+        assert digests(folder) == before
 
 
 def test_resumed_run_reports_progress_to_the_end(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

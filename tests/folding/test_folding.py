@@ -104,7 +104,7 @@ KEPT = ("glm-5.2-", "glm-4.5-", "glm-4.5-air-", "glm-4.7", "llama-bf16")  # fami
 EXACT = [name for name in NAMES if name not in REFUSED and (name.startswith(KEPT) or not name.endswith(ALIKE))]
 
 
-@pytest.mark.parametrize("name", quick_if(lambda name: name in PUBLISHED[::2], EXACT))
+@pytest.mark.parametrize("name", quick_if(PUBLISHED[::2].__contains__, EXACT))
 def test_the_model_stays_the_same_function(checkpoint: Checkpoint, name: str, tmp_path: Path) -> None:
     """Two parts for MLA, keys and values for GQA, in every family and storage; `verify` knows what was multiplied."""
     folder, scales = checkpoint(name), PARTS if is_mla(name) else {"v_scale": 0.25}

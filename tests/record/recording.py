@@ -85,7 +85,8 @@ class Recorder:
             if source and (source / name).exists() and path.read_bytes() == (source / name).read_bytes():
                 copied.append(name)
             elif path.suffix == ".safetensors":
-                self._note(f"{name} {tensors(path)} header {digest(header(path))}")
+                data = path.read_bytes()
+                self._note(f"{name} {tensors(data)} header {digest(header(data))}")
             elif name == "quantkit.json":
                 self._note_manifest(json.loads(self._named(path.read_text())))
             else:
@@ -171,18 +172,18 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def header(shard: Path) -> bytes:
+def header(shard: bytes) -> bytes:
     """The header of a shard, its length included."""
-    data = shard.read_bytes()
-    return data[: 8 + int.from_bytes(data[:8], "little")]
+    return shard[: 8 + int.from_bytes(shard[:8], "little")]
 
 
-def tensors(shard: Path) -> str:
+def tensors(shard: bytes) -> str:
     """The digest of names, dtypes, shapes and bytes, in whatever order they lie."""
-    begin, data = len(header(shard)), shard.read_bytes()
+    text = header(shard)
+    begin = len(text)
     found = hashlib.blake2b(digest_size=6)
-    for name, entry in sorted(json.loads(header(shard)[8:]).items()):
+    for name, entry in sorted(json.loads(text[8:]).items()):
         if name != "__metadata__":
             first, last = (begin + offset for offset in entry["data_offsets"])
-            found.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode() + data[first:last])
+            found.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode() + shard[first:last])
     return found.hexdigest()

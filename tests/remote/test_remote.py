@@ -12,9 +12,9 @@ from quantkit import remote
 from quantkit.checkpoint.locate import describe_model, open_model
 from quantkit.inspection import inspect
 from support.checkpoints import contents
-from support.hub.pulling import REPO, fetched, run_apart, run_at
+from support.hub.pulling import REPO, fetched, run_at
 from support.hub.server import HubServer
-from support.program import Completed
+from support.program import Completed, run_apart
 
 
 def cache_state(home: Path) -> dict[str, tuple[bytes | str, int]]:

@@ -12,7 +12,6 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,12 @@ import torch
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.inventory import inventory
+from support.headers import TORCH_DTYPES
 from support.paths import CONFIGS
 from support.storages import STORAGES, Storage
 from support.toys import write
 from support.truth import E2M1, E4M3, Array
 
-_WIDTHS = {"U8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
-_TORCH = {
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 _NUMPY = {"F16": "<f2", "F32": "<f4", "I32": "<i4", "I64": "<i8"}
 _FP8_SCALE = re.compile(r".*\.weight_scale(_inv)?")
 _SHARED = ("weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale")  # by fused partners
@@ -206,18 +195,14 @@ def write_family(folder: Path, name: str, seed: int = 0, changes: Changes | None
 def _tensor(spec: TensorSpec, stored: Array) -> torch.Tensor:
     """The stored numbers, of BF16 and FP8 their bits, as a tensor of the dtype that they are of."""
     assert stored.shape == spec.shape
-    return torch.from_numpy(np.ascontiguousarray(stored).reshape(spec.shape)).view(_TORCH[spec.dtype])
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * _WIDTHS[spec.dtype]
+    return torch.from_numpy(np.ascontiguousarray(stored).reshape(spec.shape)).view(TORCH_DTYPES[spec.dtype])
 
 
 def _shards(specs: tuple[TensorSpec, ...], scattered: bool) -> tuple[tuple[TensorSpec, ...], ...]:
     if scattered:
         return tuple(specs[number::3] for number in range(3))
-    begins = accumulate(map(_nbytes, specs), initial=0)
-    first = bisect(list(begins), sum(map(_nbytes, specs)) / 2)
+    *begins, nbytes = accumulate((spec.nbytes for spec in specs), initial=0)
+    first = bisect(begins, nbytes / 2)
     return specs[:first], specs[first:]
 
 

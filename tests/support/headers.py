@@ -1,6 +1,8 @@
-"""Published configs, reading headers, and looking at a source's tensors by the parts of their names."""
+"""What headers are made of: dtypes, published configs, and a source's tensors by the parts of their names."""
 
 from functools import lru_cache
+
+import torch
 
 from quantkit.checkpoint.header import StoredTensor, parse_header, parse_length
 from quantkit.checkpoint.inventory import inventory
@@ -8,6 +10,25 @@ from quantkit.checkpoint.source import Source
 from quantkit.naming import TensorName
 from quantkit.recipe import find_alias
 from support.paths import CONFIGS
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
 
 
 def config_of(model: str) -> str:

@@ -96,6 +96,12 @@ def run_program(*arguments: str | Path, **changes: str) -> subprocess.CompletedP
     return subprocess.run([PROGRAM, *arguments], env=environment(**changes), capture_output=True, timeout=60)
 
 
+def run_apart(*arguments: str | Path, endpoint: str, home: Path, **changes: str) -> Completed:
+    """Run the installed program in a process of its own with the Hub at `endpoint` and its cache in `home`."""
+    ours = hub_environment(endpoint, home, **changes)
+    return subprocess.run([PROGRAM, *arguments], env=ours, capture_output=True, text=True, timeout=60)
+
+
 def only_object(text: str) -> Any:
     """The one JSON object that `text` is, and nothing before or after it but a newline."""
     assert text.startswith("{")

@@ -265,17 +265,16 @@ def test_nvfp4_product(kernel: str, shape: tuple[int, int, int], dtype: torch.dt
     assert_near(out, KERNELS[kernel].reference(x, *weight))
 
 
-@pytest.mark.parametrize("kernel", [w4a16_gemv, w4a16_matmul], ids=["gemv", "matmul"])
+@pytest.mark.parametrize("kernel", PRODUCTS)
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
-def test_each_weight_meets_its_number_of_x(kernel: Any, kind: str) -> None:
+def test_each_weight_meets_its_number_of_x(kernel: str, kind: str) -> None:
     """x with a single 1 gives a column of the weights, at each place of two words, a group's end and the last one."""
     rows, columns = 5, 1040
     weight = weights(kind, rows, columns, group=16)
     places = [*range(16), 31, 32, 255, 256, columns - 1]
     x = torch.zeros(len(places), columns, dtype=torch.float16)
     x[range(len(places)), places] = 1
-    launch = kernel.w4a16_gemv if kernel is w4a16_gemv else kernel.w4a16_matmul
-    y = launch(x, *weight)
+    y = PRODUCTS[kernel](x, *weight)
 
     dequantize = int4_dequantize.reference if kind == "int4" else nvfp4_dequantize.reference
     expected = dequantize(*weight, torch.float32)[:, places].T
@@ -384,14 +383,13 @@ def test_the_number_of_pairs_chooses_the_kernel(tokens: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("module", [w4a16_gemv, w4a16_matmul], ids=["gemv", "matmul"])
-def test_every_tile_gives_the_product(module: Any) -> None:
+@pytest.mark.parametrize("kernel", PRODUCTS)
+def test_every_tile_gives_the_product(kernel: str) -> None:
     """Each of the tiles that are worth timing is right; their number of warps does not matter here."""
     x, weight = torch.randn(2, 544).bfloat16(), weights("int4", 70, 544)
-    launch = module.w4a16_gemv if module is w4a16_gemv else module.w4a16_matmul
-    expected = module.reference(x, *weight)
-    for config in module.configs():
-        assert_near(launch(x, *weight, config=config), expected)
+    expected = KERNELS[kernel].reference(x, *weight)
+    for config in KERNELS[kernel].configs():
+        assert_near(PRODUCTS[kernel](x, *weight, config=config), expected)
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.hub.server import HubServer
-from support.program import PROGRAM, Completed, hub_environment, run_here, told_of_hub
+from support.program import Completed, run_here, told_of_hub
 
 REPO = "owner/toy"
 SHARD = "model-00002-of-00002.safetensors"
@@ -20,13 +19,6 @@ def run_at(*arguments: str | Path, endpoint: str, home: Path) -> Completed:
     """Run the program in this process with the Hub at `endpoint` and its cache in `home`."""
     with told_of_hub(endpoint, home):
         return Completed(arguments, *run_here(*arguments))
-
-
-def run_apart(*arguments: str | Path, endpoint: str, home: Path) -> Completed:
-    """Run the installed program in a process of its own, as `run_at` does."""
-    return subprocess.run(
-        [PROGRAM, *arguments], env=hub_environment(endpoint, home), capture_output=True, text=True, timeout=60
-    )
 
 
 def fetched(requests: tuple[Any, ...]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from quantkit.checkpoint.digest import GATE_FILE, checkpoint_digest
 from quantkit.report import AccuracyReport, Comparison, Verdict
 from support.hub.uploads import UploadHub
-from support.program import PROGRAM, Completed, Runner, hub_environment, told_of_hub
+from support.program import Completed, Runner, run_apart, told_of_hub
 
 REPO = "owner/toy-int4"
 COMMIT = f"/api/models/{REPO}/commit/main"
@@ -78,9 +77,8 @@ def program(hub: Any, judged: Path, tmp_path: Path) -> Push:
     """Does the same with the installed program."""
 
     def run(*options: str | Path, **changes: str) -> Completed:
-        command: list[str | Path] = [PROGRAM, "push", judged, REPO, "--yes", *options]
-        ours = hub_environment(hub.endpoint, tmp_path / "home", **changes)
-        return subprocess.run(command, env=ours, capture_output=True, text=True, timeout=60)
+        command = ("push", judged, REPO, "--yes", *options)
+        return run_apart(*command, endpoint=hub.endpoint, home=tmp_path / "home", **changes)
 
     return run
 
