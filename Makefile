@@ -37,7 +37,8 @@ demo: setup
 	$(BIN)/quantkit convert $(MODEL) --bf16 --output $(OUT)/bf16
 	$(BIN)/quantkit eval $(OUT)/int4 --baseline $(OUT)/bf16 --text $(MODEL)/heldout.txt
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Bytecode is kept, as the tests start many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 ROOMS := $(PYTEST) --numprocesses $(WORKERS) --dist worksteal --ignore tests/engine_loaders
 
 test: setup

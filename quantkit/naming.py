@@ -10,7 +10,7 @@ like). Adding a model family is adding lines to `_ROLES`.
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 
 class Role(StrEnum):
@@ -65,6 +65,12 @@ _FUSED = {
 }
 
 
+@lru_cache(4096)
+def _role(local: str) -> Role:
+    """The role of a module by its name within the layer, which the layers of a model share."""
+    return next((role for pattern, role in _ROLES if pattern.fullmatch(local)), Role.OTHER)
+
+
 @dataclass(frozen=True)
 class TensorName:
     """A tensor's name, taken apart."""
@@ -86,10 +92,14 @@ class TensorName:
         return f"{self.module}.{leaf}" if self.module else leaf
 
     @cached_property
+    def _in_layer(self) -> re.Match[str] | None:
+        """The number of the layer and the rest of the name."""
+        return _IN_LAYER.fullmatch(self.module)
+
+    @property
     def layer(self) -> int | None:
         """The number in `layers.N`; the MTP layer's is the config's `num_hidden_layers` or more."""
-        match = _IN_LAYER.fullmatch(self.module)
-        return int(match[1]) if match else None
+        return int(self._in_layer[1]) if self._in_layer else None
 
     @cached_property
     def expert(self) -> int | None:
@@ -102,12 +112,14 @@ class TensorName:
         """What the module does; the router's correction bias has a role of its own, because it must stay FP32."""
         if _VISION.match(self.module):
             return Role.VISION
-        fused_experts = self.module.endswith(".mlp.experts")  # whose tensors are parameters, not weights of modules
-        module = str(self) if fused_experts else self.module
-        match = _IN_LAYER.fullmatch(module)
-        top = _AT_TOP.fullmatch(module)
-        local = match[2] if match else top[1] if top else ""
-        role = next((role for pattern, role in _ROLES if pattern.fullmatch(local)), Role.OTHER)
+        if self._in_layer:
+            local = self._in_layer[2]
+            if local.endswith("mlp.experts"):  # whose tensors are parameters, not weights of modules
+                local = f"{local}.{self.leaf}"
+        else:
+            top = _AT_TOP.fullmatch(self.module)
+            local = top[1] if top else ""
+        role = _role(local)
         return Role.ROUTER_BIAS if role is Role.ROUTER and self.leaf.endswith("bias") else role
 
     def is_mtp(self, num_hidden_layers: int) -> bool:

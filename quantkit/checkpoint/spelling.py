@@ -53,7 +53,8 @@ NVFP4 = {
 def fp8_block_specs(module: str, shape: tuple[int, ...], block: tuple[int, int], scale: str) -> tuple[TensorSpec, ...]:
     """The tensors of an FP8 block weight of `shape` [N, K]; `scale` is `weight_scale_inv` or `weight_scale`."""
     name = TensorName(module, "weight")
-    grid = tuple(-(-size // span) for size, span in zip(shape, block, strict=True))
+    (rows, columns), (block_rows, block_columns) = shape, block
+    grid = (-(-rows // block_rows), -(-columns // block_columns))
     return TensorSpec(str(name), "F8_E4M3", shape), TensorSpec(name.sibling(scale), "F32", grid)
 
 
