@@ -8,7 +8,6 @@ from pathlib import Path
 
 from quantkit.checkpoint.digest import checkpoint_digest
 from quantkit.checkpoint.source import open_source
-from quantkit.checkpoint.weights import Encoding, read_weights
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import UsageError
 from quantkit.eval import accuracy, runs
@@ -20,6 +19,7 @@ from quantkit.eval.paged_model import take_remarks
 from quantkit.eval.task_specs import TaskSpec
 from quantkit.report import DistributionReport
 from quantkit.verification import verify
+from quantkit.weights.weight import Encoding, read_weights
 
 
 @dataclass

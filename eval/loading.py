@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.config import KEY
-from quantkit.checkpoint.pieces import Reader
 from quantkit.checkpoint.source import Source, open_source
-from quantkit.checkpoint.weights import Encoding, Strategy, Weight, read_weights
 from quantkit.errors import DependencyError, SourceError
 from quantkit.naming import Role, TensorName
 from quantkit.recipe import Dialect
+from quantkit.weights.rows import Reader
+from quantkit.weights.weight import Encoding, Strategy, Weight, read_weights
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.pieces import Reader
 from quantkit.checkpoint.source import INDEX_FILE, open_source
-from quantkit.checkpoint.weights import Encoding, read_weights
+from quantkit.weights.rows import Reader
+from quantkit.weights.weight import Encoding, read_weights
 
 GROUP_SIZE = 32
 # and the modules that they are imported as

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from quantkit.capacity.layouts import KvDtype
 from quantkit.checkpoint.source import open_source
-from quantkit.checkpoint.weights import Encoding, read_weights
 from quantkit.conversion import Options as ConversionOptions
 from quantkit.conversion import convert
 from quantkit.errors import PlanError
@@ -28,6 +27,7 @@ from quantkit.eval.offline import offline_tasks
 from quantkit.recipe import ScaleMethod, Scheme
 from quantkit.report import AccuracyReport, Comparison
 from quantkit.runtime.cache_options import CacheOptions
+from quantkit.weights.weight import Encoding, read_weights
 
 DEFAULT = "INT4 g=32 search"
 CONVERSIONS = {

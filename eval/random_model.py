@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from quantkit.checkpoint.header import StoredTensor, TensorSpec, lay_out
-from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
+from quantkit.families.inventory import inventory
 from quantkit.recipe import find_alias
 
 _DEVIATION = 100.0  # of the values in E4M3, whose largest is 448

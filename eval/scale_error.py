@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from quantkit import ops
-from quantkit.checkpoint.pieces import Reader
 from quantkit.checkpoint.source import open_source
-from quantkit.checkpoint.spelling import CODES_PER_WORD, NVFP4_GROUP
-from quantkit.checkpoint.weights import Encoding, read_weights
 from quantkit.eval import peers
 from quantkit.formats import fp8_block
 from quantkit.naming import Role
 from quantkit.recipe import GROUP_SIZES, ScaleMethod
+from quantkit.weights.layout import CODES_PER_WORD, NVFP4_GROUP
+from quantkit.weights.rows import Reader
+from quantkit.weights.weight import Encoding, read_weights
 
 BLOCK = (128, 128)
 PEER_COLUMNS = {

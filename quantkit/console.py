@@ -13,7 +13,7 @@ from rich.table import Table
 
 from quantkit.capacity.report import CapacityReport, PublishedFigures
 from quantkit.capacity.tables import tables as capacity_tables
-from quantkit.compatibility.report import Compatibility
+from quantkit.engines.report import Compatibility
 from quantkit.errors import OutputError, QuantkitError
 from quantkit.records import TextTable
 from quantkit.remote import PublishReport

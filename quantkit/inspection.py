@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 
-from quantkit.checkpoint.locate import describe_model
-from quantkit.checkpoint.weights import Weight, read_weights
+from quantkit.families.locate import describe_model
 from quantkit.report import Holding, Inspection, LayerGroup
+from quantkit.weights.weight import Weight, read_weights
 
 
 def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:

@@ -55,10 +55,10 @@ MUTANTS = {
         "tests/runtime/integrity",
     ),
     "engine rule inverted": Mutant(
-        "quantkit/checkpoint/engines/rules/storing.py",
+        "quantkit/engines/rules/storing.py",
         'return None if module.label == "f32" else',
         'return None if module.label != "f32" else',
-        "tests/checkpoint/engines",
+        "tests/engines",
     ),
     "manifest not hashed": Mutant(
         "quantkit/verification/soundness.py",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.capacity.layouts import IndexCache, KvLayout
-from quantkit.checkpoint.inventory import has_indexer
 from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError, UsageError
+from quantkit.families.inventory import has_indexer
 
 _SCALE_BYTES = 4
 _SCALE_SPAN = 128  # values that share a scale in fp8_ds_mla

@@ -25,7 +25,7 @@ def engines(
     quantkit engines glm-5.2
     """
     from quantkit import console
-    from quantkit.compatibility.check import check_compatibility
+    from quantkit.engines.check import check_compatibility
 
     result = check_compatibility(checkpoint, tp=tp, revision=revision)
     console.show(result, as_json=as_json)

@@ -14,16 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.journal import CONVERT
-from quantkit.checkpoint.locate import describe_model, open_model
 from quantkit.checkpoint.manifest import made_from, read_manifest
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
-from quantkit.checkpoint.weights import Encoding, read_weights
 from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart, file_of
 from quantkit.conversion.journal import Journal, open_with
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
 from quantkit.errors import OutputError, UsageError
+from quantkit.families.locate import describe_model, open_model
 from quantkit.naming import TensorName
 from quantkit.plan import Plan, Step, make_plan
 from quantkit.recipe import (
@@ -40,6 +39,7 @@ from quantkit.recipe import (
 )
 from quantkit.report import File, Group, Manifest
 from quantkit.version import VERSION
+from quantkit.weights.weight import Encoding, read_weights
 
 
 @dataclass(frozen=True)

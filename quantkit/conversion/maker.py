@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
-from quantkit.checkpoint.pieces import Reader, check_block_scales, nan_error
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.spelling import CODES_PER_WORD, KV_SCALES, NVFP4, NVFP4_GROUP
-from quantkit.checkpoint.weights import Encoding
 from quantkit.plan import Step
 from quantkit.plan.steps import Action
 from quantkit.recipe import ScaleMethod
+from quantkit.weights.layout import CODES_PER_WORD, KV_SCALES, NVFP4, NVFP4_GROUP
+from quantkit.weights.rows import Reader, check_block_scales, nan_error
+from quantkit.weights.weight import Encoding
 
 Outputs = dict[str, npt.NDArray[Any]]
 

@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.config import splice
-from quantkit.checkpoint.description import Format
 from quantkit.checkpoint.digest import list_files
-from quantkit.checkpoint.engines.rules import Facts
 from quantkit.checkpoint.journal import RESPELL, Opening
 from quantkit.checkpoint.lock import lock
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.occupancy import is_idle
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source, open_source
-from quantkit.checkpoint.weights import Weight, read_weights
 from quantkit.checkpoint.writer import MANIFEST_FILE, check_apart, file_of, write_whole
+from quantkit.engines.rules import Facts
 from quantkit.errors import PlanError
 from quantkit.plan import describe_weights
 from quantkit.plan.checks import check_engines
 from quantkit.recipe import Dialect, EngineName
 from quantkit.report import Manifest
+from quantkit.weights.quantization_config import Format
+from quantkit.weights.weight import Weight, read_weights
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy.typing as npt
 
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
-from quantkit.checkpoint.pieces import byte_ranges, nan_error, row_ranges
 from quantkit.checkpoint.writer import ShardFile
 from quantkit.conversion.maker import Maker, Outputs, Rows
 from quantkit.plan import ShardJob, Step
 from quantkit.plan.steps import Action
+from quantkit.weights.rows import byte_ranges, nan_error, row_ranges
 
 
 @dataclass(frozen=True)

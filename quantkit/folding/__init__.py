@@ -20,15 +20,14 @@ from functools import partial
 from pathlib import Path
 
 from quantkit.checkpoint.journal import FOLD, IN_PLACE, PATCH
-from quantkit.checkpoint.locate import describe_model, open_model
 from quantkit.checkpoint.lock import lock
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.occupancy import UNDO_FOLDER
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.spelling import KV_SCALES
 from quantkit.checkpoint.writer import check_apart
 from quantkit.errors import FoldError, UsageError
+from quantkit.families.locate import describe_model, open_model
 from quantkit.folding.copying import Additions, write_copy
 from quantkit.folding.embedding import embed, embedding_warnings
 from quantkit.folding.in_place import fold_in_place, recover
@@ -43,6 +42,7 @@ from quantkit.models.folding import LayerFold, fold_digest
 from quantkit.naming import TensorName
 from quantkit.report import Manifest
 from quantkit.runtime.scales import LayerScales, Numbers, read_scale_file, scales_of_layers
+from quantkit.weights.layout import KV_SCALES
 
 _NEEDS_OUTPUT = (Way.COPY, Way.PATCH, Way.EMBED)
 _UNPROVED = {

@@ -3,7 +3,7 @@
     ...layers.N.self_attn.k_proj.k_scale, .v_proj.v_scale    F32 [1]
 
 SGLang rewrites these names to its attention's; vLLM's loader has them for GQA, and for MLA finds no parameter. Which
-backend uses, ignores or misuses a scale that is not 1: `checkpoint.engines.rules.kernels`, and the warnings here.
+backend uses, ignores or misuses a scale that is not 1: `engines.rules.kernels`, and the warnings here.
 """
 
 import json
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoint.config import KEY, MODELOPT_FILE, replace_value, splice
-from quantkit.checkpoint.description import KV_CACHE_SCHEME
 from quantkit.checkpoint.header import TensorSpec, lay_out
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Source
 from quantkit.errors import FoldError
@@ -21,6 +20,7 @@ from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.folding import attention_prefix
 from quantkit.records import parse_json
 from quantkit.runtime.scales import LayerScales
+from quantkit.weights.quantization_config import KV_CACHE_SCHEME
 
 _SHARD = "model-kv-scales.safetensors"
 _SPLIT = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")  # of what was one file

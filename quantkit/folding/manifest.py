@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from quantkit.checkpoint.manifest import PUBLISHED, made_from
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.weights import Weight, read_weights
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import FoldError, SourceError
 from quantkit.folding.plan import FoldPlan
 from quantkit.folding.shards import file_size
 from quantkit.report import File, Group, Manifest
 from quantkit.version import VERSION
+from quantkit.weights.weight import Weight, read_weights
 
 _AS_PUBLISHED = {"name": PUBLISHED, "description": "the weights as published, but for their KV scales", "rules": []}
 

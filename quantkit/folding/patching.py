@@ -8,12 +8,12 @@ from typing import Any
 from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.journal import PATCH, Opening
 from quantkit.checkpoint.output import Output
-from quantkit.checkpoint.pieces import Reader, byte_ranges
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import MANIFEST_FILE, ShardFile
 from quantkit.folding.plan import FoldPlan
 from quantkit.report import File, Fold, Report
 from quantkit.version import VERSION
+from quantkit.weights.rows import Reader, byte_ranges
 
 PATCH_FILE = "folded.safetensors"
 

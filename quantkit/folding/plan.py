@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from quantkit.checkpoint.pieces import Reader
-from quantkit.checkpoint.powers import Extent, Patch, Powers, extent, multiplied
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.spelling import KV_SCALES
-from quantkit.checkpoint.weights import Encoding, Weight, read_weights
 from quantkit.errors import FoldError
 from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.folding import LayerFold, as_record, fold_digest, layer_powers
 from quantkit.report import Fold, Origin
 from quantkit.runtime.scales import LayerScales
+from quantkit.weights.layout import KV_SCALES
+from quantkit.weights.rescale import Extent, Patch, Powers, extent, multiplied
+from quantkit.weights.rows import Reader
+from quantkit.weights.weight import Encoding, Weight, read_weights
 
 
 @dataclass(frozen=True)

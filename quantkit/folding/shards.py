@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.checkpoint.powers import Patch
 from quantkit.checkpoint.source import readable
 from quantkit.checkpoint.writer import OutputFolder, explained
 from quantkit.folding.plan import place
+from quantkit.weights.rescale import Patch
 
 FICLONE = 0x40049409  # linux/fs.h: share a file's blocks until one of the two is written to
 _PIECE_BYTES = 8 << 20

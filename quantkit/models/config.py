@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.checkpoint.inventory import has_indexer
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.errors import SourceError
+from quantkit.families.inventory import has_indexer
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from quantkit.checkpoint.powers import Powers
 from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.weights.rescale import Powers
 
 
 @dataclass(frozen=True)

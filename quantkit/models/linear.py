@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.checkpoint.weights import Encoding
 from quantkit.models.packed import Packed
 from quantkit.ops import linear as ops
+from quantkit.weights.weight import Encoding
 
 
 def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.checkpoint.weights import Encoding
 from quantkit.ops import linear as ops
+from quantkit.weights.weight import Encoding
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu_linear import Weights

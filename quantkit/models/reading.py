@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.checkpoint.pieces import Reader
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.spelling import CODES_PER_WORD, NVFP4_GROUP
-from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.models.packed import Packed
+from quantkit.weights.layout import CODES_PER_WORD, NVFP4_GROUP
+from quantkit.weights.rows import Reader
+from quantkit.weights.weight import Encoding, Weight
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quantkit.checkpoint.pieces import Reader
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.weights import Encoding, Weight, read_weights
 from quantkit.errors import SourceError
 from quantkit.models.linear import Linear
 from quantkit.models.packed import Packed
 from quantkit.models.reading import DTYPES, read_plain, read_stack
+from quantkit.weights.rows import Reader
+from quantkit.weights.weight import Encoding, Weight, read_weights
 
 _SHOWN = 8
 

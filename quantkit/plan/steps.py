@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from functools import cached_property
 
-from quantkit.checkpoint.description import Format
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
-from quantkit.checkpoint.spelling import NVFP4_GROUP, int4_specs, nvfp4_specs
-from quantkit.checkpoint.weights import FLOAT_DTYPES, Encoding, Strategy, Weight
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
 from quantkit.recipe import Dialect, Mtp, Recipe, Scheme, Treatment
+from quantkit.weights.layout import NVFP4_GROUP, int4_specs, nvfp4_specs
+from quantkit.weights.quantization_config import Format
+from quantkit.weights.weight import FLOAT_DTYPES, Encoding, Strategy, Weight
 
 _MATRIX_LEAVES = ("weight", "weight_packed")
 

@@ -40,7 +40,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model a checkpoint holds, in whatever form: `quantkit.checkpoint.identity`.
+    """Which model a checkpoint holds, in whatever form: `quantkit.weights.identity`.
 
     name, model_type  of the checkpoint that it was taken from, to be told to people
     weights_sha256    of some weights that every form of the model shares

@@ -17,13 +17,13 @@ from typing import Any
 from quantkit.capacity.attention import Attention
 from quantkit.checkpoint.config import KEY, MTP_KEY
 from quantkit.checkpoint.digest import digest_of, hash_files, list_files
-from quantkit.checkpoint.engines import is_linear
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE, Source, readable
-from quantkit.checkpoint.weights import Weight, read_weights
+from quantkit.engines import is_linear
 from quantkit.naming import TensorName
 from quantkit.plan import Plan
 from quantkit.report import File, Manifest, Origin
+from quantkit.weights.weight import Weight, read_weights
 
 _TOKENIZER = re.compile(
     r"(.*tokeni[sz]|vocab|merges|special_tokens|added_tokens|chat_template|.*\.tiktoken|.*\.model$)"

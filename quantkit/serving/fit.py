@@ -11,10 +11,10 @@ from quantkit.capacity.report import CapacityReport, DecodeRate, KvSize, Prefill
 from quantkit.capacity.resident import Parallelism, is_whole, loaded, parts, rank_bytes
 from quantkit.capacity.roofline import Model, Serving, price_per_million
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.locate import describe_model
 from quantkit.checkpoint.source import Source
 from quantkit.conversion import Options, choose_recipe
 from quantkit.errors import SourceError, UsageError
+from quantkit.families.locate import describe_model
 from quantkit.naming import Role
 from quantkit.plan import make_plan
 from quantkit.recipe import Recipe, load_recipe

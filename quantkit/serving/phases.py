@@ -10,10 +10,10 @@ from quantkit.capacity.gpus import parse_gpus
 from quantkit.capacity.layouts import KvLayout
 from quantkit.capacity.report import CapacityReport
 from quantkit.capacity.roofline import Model
-from quantkit.checkpoint.locate import describe_model
 from quantkit.checkpoint.source import Source
 from quantkit.conversion import Options, choose_recipe
 from quantkit.errors import SourceError, UsageError
+from quantkit.families.locate import describe_model
 from quantkit.plan import Plan, make_plan
 from quantkit.recipe import Recipe, find_alias, load_recipe
 from quantkit.serving.fingerprint import Fingerprint, Progress, fingerprint, fingerprint_of_plan

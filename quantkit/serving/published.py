@@ -13,13 +13,13 @@ from quantkit.capacity.layouts import IndexCache, KvLayout
 from quantkit.capacity.report import PublishedFigure, PublishedFigures
 from quantkit.capacity.roofline import Model
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.locate import describe_model
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.spelling import int4_specs
 from quantkit.conversion import Options, choose_recipe
+from quantkit.families.locate import describe_model
 from quantkit.naming import TensorName
 from quantkit.plan import make_plan
 from quantkit.serving.fit import GIB, Deployment, describe, report
+from quantkit.weights.layout import int4_specs
 
 _GLM, _KIMI = "glm-5.2", "kimi-k2.6"
 _RANKS = 8

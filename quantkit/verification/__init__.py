@@ -12,11 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quantkit.checkpoint.locate import open_model
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Source, open_source
-from quantkit.checkpoint.weights import Weight, read_weights
+from quantkit.engines.check import is_signed, targets_of
 from quantkit.errors import SourceError
+from quantkit.families.locate import open_model
 from quantkit.recipe import Mtp
 from quantkit.report import TensorError, Verification
 from quantkit.verification.fidelity import Compared, Made, compare_weights, pool_by_role
@@ -28,10 +28,9 @@ from quantkit.verification.soundness import (
     check_index,
     check_manifest,
     check_values,
-    is_signed,
     made_from_fp8,
-    targets_of,
 )
+from quantkit.weights.weight import Weight, read_weights
 
 _WORST = 10
 

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor
-from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges
-from quantkit.checkpoint.spelling import NVFP4_GROUP
-from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.verification.findings import Findings
+from quantkit.weights.layout import NVFP4_GROUP
+from quantkit.weights.rows import Reader, byte_ranges, row_ranges
+from quantkit.weights.weight import Encoding, Weight
 
 if TYPE_CHECKING:
     from quantkit.kernels.int4_error import Int4Error

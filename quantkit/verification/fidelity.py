@@ -6,15 +6,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 
-from quantkit.checkpoint.pieces import Reader
-from quantkit.checkpoint.powers import Powers
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.weights import Encoding, Weight, read_weights
 from quantkit.errors import QuantkitError
 from quantkit.report import RoleError, TensorError
 from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, comparison
 from quantkit.verification.findings import Findings
 from quantkit.verification.folded import compare_multiplied
+from quantkit.weights.rescale import Powers
+from quantkit.weights.rows import Reader
+from quantkit.weights.weight import Encoding, Weight, read_weights
 
 
 @dataclass(frozen=True)

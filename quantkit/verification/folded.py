@@ -10,16 +10,16 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor
-from quantkit.checkpoint.pieces import Reader, row_ranges
-from quantkit.checkpoint.powers import Powers
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.spelling import KV_SCALES, NVFP4
-from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import QuantkitError, SourceError
 from quantkit.report import Fold, Manifest
 from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, Sums
 from quantkit.verification.findings import Findings
+from quantkit.weights.layout import KV_SCALES, NVFP4
+from quantkit.weights.rescale import Powers
+from quantkit.weights.rows import Reader, row_ranges
+from quantkit.weights.weight import Encoding, Weight
 
 if TYPE_CHECKING:
     from quantkit.kernels.int4_error import Int4Error

@@ -13,20 +13,20 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.config import KEY
-from quantkit.checkpoint.engines import is_linear
-from quantkit.checkpoint.engines.rules import Facts, Module, Status, judge
-from quantkit.checkpoint.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.checkpoint.header import StoredTensor
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.occupancy import is_idle
-from quantkit.checkpoint.pieces import Reader, byte_ranges, row_ranges, shape_in
 from quantkit.checkpoint.source import SINGLE_FILE, Source, read_header, read_index
-from quantkit.checkpoint.weights import Encoding, Weight
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
+from quantkit.engines import is_linear
+from quantkit.engines.check import unequal_globals
+from quantkit.engines.rules import Facts, Module, Status, judge
+from quantkit.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.errors import EngineError, QuantkitError, SourceError
-from quantkit.recipe import EngineName, ScaleMethod
 from quantkit.report import File, Manifest
 from quantkit.verification.findings import Findings
+from quantkit.weights.rows import Reader, byte_ranges, row_ranges, shape_in
+from quantkit.weights.weight import Encoding, Weight
 
 # dtype -> the integer to view it as, and the bits that are all set in a NaN or an infinity
 _EXPONENTS: dict[str, tuple[Any, int]] = {
@@ -34,16 +34,6 @@ _EXPONENTS: dict[str, tuple[Any, int]] = {
     "F16": (np.uint16, 0x7C00),
     "F32": (np.uint32, 0x7F800000),
 }
-
-
-def is_signed(made: Manifest | None) -> bool:
-    """Whether the recipe in a manifest lets INT4 scales be negative."""
-    return made is not None and any(rule.get("scale") == ScaleMethod.SIGNED for rule in made.recipe["rules"])
-
-
-def targets_of(made: Manifest | None) -> frozenset[str]:
-    """The engines that the recipe in a manifest is for; all without one."""
-    return frozenset(made.recipe.get("engines", EngineName) if made else EngineName)
 
 
 def made_from_fp8(made: Manifest | None) -> bool:
@@ -174,24 +164,6 @@ def check_global_scales(checkpoint: Source, weights: Iterable[Weight], findings:
     for projection, values in unequal.items():
         findings.problem("global scales", f"{projection} would have one of these: {values}")
     return None
-
-
-def unequal_globals(checkpoint: Source, weights: Iterable[Weight]) -> dict[str, str]:
-    """The fused projections whose NVFP4 parts have different global scales, with these in words.
-
-    Raises SourceError for a scale that cannot be read or is not positive.
-    """
-    reader = Reader(checkpoint)
-    partners: dict[str, list[Weight]] = {}
-    for weight in weights:
-        if weight.encoding is Encoding.NVFP4 and (fused := weight.name.fused_projection):
-            partners.setdefault(fused, []).append(weight)
-    unequal = {}
-    for fused, parts in partners.items():
-        values = {part.module: reader.multiplier(part) for part in parts}
-        if len(set(values.values())) > 1:
-            unequal[fused] = ", ".join(f"{value:g} of {module}" for module, value in values.items())
-    return unequal
 
 
 def check_values(

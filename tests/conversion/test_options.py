@@ -93,7 +93,7 @@ def test_bytes_do_not_depend_on_workers(toy: Path, toy_int4: Path, tmp_path: Pat
 
 def test_pieces_do_not_change_bytes(toy: Path, toy_int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights cut into many pieces at block borders come out as if read whole."""
-    monkeypatch.setattr("quantkit.checkpoint.pieces.PIECE_BYTES", 20_000)
+    monkeypatch.setattr("quantkit.weights.rows.PIECE_BYTES", 20_000)
 
     quantkit.convert(toy, tmp_path / "out")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engine_loaders.jobs import Job
 from engine_loaders.running import Reports
-from quantkit.compatibility.check import check_compatibility
+from quantkit.engines.check import check_compatibility
 from quantkit.errors import QuantkitError
 
 

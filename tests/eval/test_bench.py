@@ -9,7 +9,6 @@ import pytest
 
 import quantkit
 from quantkit.checkpoint.source import open_source
-from quantkit.checkpoint.weights import read_weights
 from quantkit.eval import peers
 from quantkit.eval.conversion_speed import (
     drop_caches,
@@ -29,6 +28,7 @@ from quantkit.eval.scale_error import (
 )
 from quantkit.naming import Role
 from quantkit.recipe import GROUP_SIZES, ScaleMethod
+from quantkit.weights.weight import read_weights
 from support.paths import GLM_TINY
 
 LARGEST_RATIO = {

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import open_source
 from quantkit.cli import main
 from quantkit.errors import NotComparable, OutputError, UsageError
@@ -22,6 +21,7 @@ from quantkit.eval.decode_speed import Options, bench_decode, measure, random_ch
 from quantkit.eval.decode_turns import Arm, Turns, compare_decode, compare_prefill, make_row
 from quantkit.eval.random_model import Shape, shape_of_size, write_random
 from quantkit.eval.report_files import markdown
+from quantkit.families.inventory import inventory
 from quantkit.models import Cache, load
 from quantkit.runtime import EngineOptions, cache_spec, unscaled
 from support import counting_model as stub

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from quantkit.checkpoint.weights import read_weights
 from quantkit.cli import app
 from quantkit.conversion import Options, convert
 from quantkit.errors import SourceError
@@ -27,6 +26,7 @@ from quantkit.eval.loading import (
 )
 from quantkit.naming import TensorName
 from quantkit.recipe import Mtp, Scheme
+from quantkit.weights.weight import read_weights
 from support.families import PUBLISHED, write_family
 from support.reference import assert_same, copy_readable, load_model, quiet, write_plain
 from support.tiers import quick_if

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.source import open_source
-from quantkit.checkpoint.weights import Encoding
 from quantkit.errors import SourceError, UsageError
 from quantkit.models import Decoder, PlainCache, load
 from quantkit.models.mla import Mla
 from quantkit.models.moe import Moe
+from quantkit.weights.weight import Encoding
 from support.runnable import Checkpoint, edit_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")

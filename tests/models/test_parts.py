@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.weights import Encoding
 from quantkit.models import PlainCache, load, read_config
 from quantkit.models.config import MlaConfig, MoeConfig, RopeConfig
 from quantkit.models.linear import Linear, expert_linear, linear
@@ -20,6 +19,7 @@ from quantkit.models.moe import Moe, Router
 from quantkit.models.norm import RmsNorm
 from quantkit.models.packed import Packed, decode
 from quantkit.models.rope import amplitude, frequencies, make_rotation, rotate, rotate_front, score_factor
+from quantkit.weights.weight import Encoding
 from support.families import write_family
 from support.paths import CONFIGS
 from support.runnable import write_runnable

@@ -10,9 +10,9 @@ import safetensors
 from compressed_tensors.quantization import QuantizationArgs
 
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import Source
 from quantkit.errors import PlanError, SourceError
+from quantkit.families.inventory import inventory
 from quantkit.naming import TensorName
 from quantkit.plan import make_plan
 from quantkit.recipe import Rest, load_recipe

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from quantkit.checkpoint.locate import describe_model
-from quantkit.checkpoint.weights import read_weights
 from quantkit.errors import PlanError, RecipeError
+from quantkit.families.locate import describe_model
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe, recipe_names
 from quantkit.recipe_check.check import check_recipe, list_recipes
 from quantkit.recipe_check.report import RecipeCheck
+from quantkit.weights.weight import read_weights
 from support.families import config_of
 from support.headers import published
 from support.program import Result, Runner

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quantkit import remote
-from quantkit.checkpoint.locate import describe_model, open_model
+from quantkit.families.locate import describe_model, open_model
 from quantkit.inspection import inspect
 from support.checkpoints import contents
 from support.hub.pulling import REPO, fetched, run_at

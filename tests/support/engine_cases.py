@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.checkpoint.description import Format, describe
-from quantkit.checkpoint.engines.rules import Facts, Judgement, Module, judge
-from quantkit.checkpoint.weights import Encoding
+from quantkit.engines.rules import Facts, Judgement, Module, judge
 from quantkit.naming import TensorName
 from quantkit.recipe import Dialect
+from quantkit.weights.quantization_config import Format, describe
+from quantkit.weights.weight import Encoding
 
 LAYERS = 78
 MLA = {"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "n_routed_experts": 256, "n_shared_experts": 1}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.inventory import inventory
+from quantkit.families.inventory import inventory
 from support.headers import TORCH_DTYPES
 from support.paths import CONFIGS
 from support.storages import STORAGES, Storage

@@ -5,8 +5,8 @@ from functools import lru_cache
 import torch
 
 from quantkit.checkpoint.header import StoredTensor, parse_header, parse_length
-from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import Source
+from quantkit.families.inventory import inventory
 from quantkit.naming import TensorName
 from quantkit.recipe import find_alias
 from support.paths import CONFIGS

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import quantkit
-from quantkit.checkpoint.inventory import inventory
 from quantkit.checkpoint.source import Source
+from quantkit.families.inventory import inventory
 from quantkit.formats import fp8_block
 
 Tensors = dict[str, torch.Tensor]
