@@ -85,7 +85,7 @@ MUTANTS = {
         "tests/runtime/test_pages.py",
     ),
     "MTP layer dropped": Mutant(
-        "quantkit/plan/steps.py",
+        "quantkit/conversion/steps.py",
         "if not (recipe.mtp is Mtp.DROP and weight.name.is_mtp(num_hidden_layers)):",
         "if not weight.name.is_mtp(num_hidden_layers):",
         "tests/conversion/test_conversion.py",

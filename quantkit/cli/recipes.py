@@ -36,7 +36,7 @@ def list_(as_json: Json = False) -> None:
     quantkit recipes list
     """
     from quantkit import console
-    from quantkit.recipe_check import check as recipe_check
+    from quantkit.conversion import recipe_check
 
     console.show(recipe_check.list_recipes(), as_json=as_json)
 
@@ -51,7 +51,7 @@ def show(recipe: Name, as_json: Json = False) -> None:
     """
     from quantkit import console
     from quantkit.recipe import recipe_text
-    from quantkit.recipe_check import check as recipe_check
+    from quantkit.conversion import recipe_check
 
     content = recipe_check.show_recipe(recipe)
     if as_json:
@@ -73,6 +73,6 @@ def check(recipe: Name, model: Of = None, revision: Revision = None, as_json: Js
     quantkit recipes check ./mine.yaml glm-5.2
     """
     from quantkit import console
-    from quantkit.recipe_check import check as recipe_check
+    from quantkit.conversion import recipe_check
 
     console.show(recipe_check.check_recipe(recipe, model, revision=revision), as_json=as_json)

@@ -19,12 +19,12 @@ from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart, file_of
 from quantkit.conversion.journal import Journal, open_with
+from quantkit.conversion.plan import Plan, Step, make_plan
 from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
 from quantkit.errors import OutputError, UsageError
 from quantkit.families.locate import describe_model, open_model
 from quantkit.naming import TensorName
-from quantkit.plan import Plan, Step, make_plan
 from quantkit.recipe import (
     Dialect,
     Mtp,

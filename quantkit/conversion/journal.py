@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.checkpoint.journal import CONVERT, Opening, append_line, reopen_journal, source_binding
 from quantkit.checkpoint.writer import MANIFEST_FILE
-from quantkit.plan import Plan
+from quantkit.conversion.plan import Plan
 from quantkit.records import read_record
 from quantkit.version import VERSION
 

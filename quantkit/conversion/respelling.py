@@ -18,10 +18,10 @@ from quantkit.checkpoint.occupancy import is_idle
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source, open_source
 from quantkit.checkpoint.writer import MANIFEST_FILE, check_apart, file_of, write_whole
+from quantkit.conversion.engine_check import check_engines
+from quantkit.conversion.plan import describe_weights
 from quantkit.engines.rules import Facts
 from quantkit.errors import PlanError
-from quantkit.plan import describe_weights
-from quantkit.plan.checks import check_engines
 from quantkit.recipe import Dialect, EngineName
 from quantkit.report import Manifest
 from quantkit.weights.quantization_config import Format

@@ -14,9 +14,9 @@ from quantkit.checkpoint.writer import OutputFolder
 from quantkit.conversion.file_hash import FileHash
 from quantkit.conversion.journal import Entry, Journal
 from quantkit.conversion.maker import Maker
+from quantkit.conversion.plan import Plan, ShardJob
 from quantkit.conversion.shards import ShardResult, convert_shard
 from quantkit.errors import OutputError
-from quantkit.plan import Plan, ShardJob
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
 from quantkit.checkpoint.writer import ShardFile
 from quantkit.conversion.maker import Maker, Outputs, Rows
-from quantkit.plan import ShardJob, Step
-from quantkit.plan.steps import Action
+from quantkit.conversion.plan import ShardJob, Step
+from quantkit.conversion.steps import Action
 from quantkit.weights.rows import byte_ranges, nan_error, row_ranges
 
 

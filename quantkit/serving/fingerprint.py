@@ -19,9 +19,9 @@ from quantkit.checkpoint.config import KEY, MTP_KEY
 from quantkit.checkpoint.digest import digest_of, hash_files, list_files
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE, Source, readable
+from quantkit.conversion.plan import Plan
 from quantkit.engines import is_linear
 from quantkit.naming import TensorName
-from quantkit.plan import Plan
 from quantkit.report import File, Manifest, Origin
 from quantkit.weights.weight import Weight, read_weights
 

@@ -13,10 +13,10 @@ from quantkit.capacity.roofline import Model, Serving, price_per_million
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
 from quantkit.conversion import Options, choose_recipe
+from quantkit.conversion.plan import make_plan
 from quantkit.errors import SourceError, UsageError
 from quantkit.families.locate import describe_model
 from quantkit.naming import Role
-from quantkit.plan import make_plan
 from quantkit.recipe import Recipe, load_recipe
 
 GIB = 1 << 30

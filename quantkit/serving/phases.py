@@ -12,9 +12,9 @@ from quantkit.capacity.report import CapacityReport
 from quantkit.capacity.roofline import Model
 from quantkit.checkpoint.source import Source
 from quantkit.conversion import Options, choose_recipe
+from quantkit.conversion.plan import Plan, make_plan
 from quantkit.errors import SourceError, UsageError
 from quantkit.families.locate import describe_model
-from quantkit.plan import Plan, make_plan
 from quantkit.recipe import Recipe, find_alias, load_recipe
 from quantkit.serving.fingerprint import Fingerprint, Progress, fingerprint, fingerprint_of_plan
 from quantkit.serving.fit import Deployment, describe, report

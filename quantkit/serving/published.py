@@ -15,9 +15,9 @@ from quantkit.capacity.roofline import Model
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
 from quantkit.conversion import Options, choose_recipe
+from quantkit.conversion.plan import make_plan
 from quantkit.families.locate import describe_model
 from quantkit.naming import TensorName
-from quantkit.plan import make_plan
 from quantkit.serving.fit import GIB, Deployment, describe, report
 from quantkit.weights.layout import int4_specs
 

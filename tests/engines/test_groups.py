@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from quantkit.checkpoint.source import Source
+from quantkit.conversion.plan import make_plan
 from quantkit.engines import ENGINES, LINEAR_ROLES, ConfigMatcher, Engine
 from quantkit.naming import Role, TensorName
-from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 from support.engine_cases import config_with, module_name
 from support.toys import toy_headers

@@ -9,8 +9,8 @@ import pytest
 
 from quantkit.checkpoint.header import TensorSpec, lay_out
 from quantkit.checkpoint.source import Source
+from quantkit.conversion.plan import Plan, Step, make_plan
 from quantkit.errors import PlanError
-from quantkit.plan import Plan, Step, make_plan
 from quantkit.recipe import Recipe, parse_recipe
 from support.toys import TOY
 

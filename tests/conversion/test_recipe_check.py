@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from quantkit.conversion.plan import make_plan
+from quantkit.conversion.recipe_check import check_recipe, list_recipes
+from quantkit.conversion.recipe_report import RecipeCheck
 from quantkit.errors import PlanError, RecipeError
 from quantkit.families.locate import describe_model
-from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe, recipe_names
-from quantkit.recipe_check.check import check_recipe, list_recipes
-from quantkit.recipe_check.report import RecipeCheck
 from quantkit.weights.weight import read_weights
 from support.families import config_of
 from support.headers import published

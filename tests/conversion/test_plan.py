@@ -11,10 +11,10 @@ from compressed_tensors.quantization import QuantizationArgs
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.conversion.plan import make_plan
 from quantkit.errors import PlanError, SourceError
 from quantkit.families.inventory import inventory
 from quantkit.naming import TensorName
-from quantkit.plan import make_plan
 from quantkit.recipe import Rest, load_recipe
 from support.plans import (
     BF16,

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import pytest
 
-from quantkit.plan import Plan, make_plan
+from quantkit.conversion.plan import Plan, make_plan
 from quantkit.publish.preflight import LARGEST_FILE
 from quantkit.recipe import load_recipe
 from support.headers import published

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from quantkit.checkpoint.source import Source
+from quantkit.conversion.steps import Step
 from quantkit.engines.rules import Facts, Judgement, Module, Status, judge
 from quantkit.errors import PlanError
-from quantkit.plan.steps import Step
 from quantkit.recipe import Recipe, ScaleMethod
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from quantkit.checkpoint.config import MODELOPT_FILE, MTP_KEY, replace_value, splice
 from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, Source
+from quantkit.conversion.engine_check import check_engines, planned_facts
+from quantkit.conversion.steps import Step, make_steps
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
-from quantkit.plan.checks import check_engines, planned_facts
-from quantkit.plan.steps import Step, make_steps
 from quantkit.recipe import Dialect, Mtp, Recipe
 from quantkit.weights.layout import KV_SCALES
 from quantkit.weights.quantization_config import Format, describe, modelopt_file

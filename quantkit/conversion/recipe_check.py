@@ -5,13 +5,13 @@ from pathlib import Path
 
 from quantkit.checkpoint.source import Source
 from quantkit.conversion import summarize
+from quantkit.conversion.plan import Step, make_plan
+from quantkit.conversion.recipe_report import RecipeCheck, RecipeContent, RecipeEntry, RecipeList, RuleFit
 from quantkit.errors import EngineError, PlanError
 from quantkit.families.locate import describe_model
 from quantkit.inspection import number_ranges
 from quantkit.naming import TensorName
-from quantkit.plan import Step, make_plan
 from quantkit.recipe import Recipe, load_recipe, recipe_names
-from quantkit.recipe_check.report import RecipeCheck, RecipeContent, RecipeEntry, RecipeList, RuleFit
 from quantkit.weights.weight import read_weights
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.conversion.engine_check import check_engines, planned_facts
+from quantkit.conversion.plan import Plan, make_plan
 from quantkit.errors import PlanError, SourceError
 from quantkit.naming import Role
-from quantkit.plan import Plan, make_plan
-from quantkit.plan.checks import check_engines, planned_facts
 from quantkit.recipe import Recipe, Rest, load_recipe
 from support.plans import (
     BF16,
