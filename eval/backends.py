@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from quantkit.capacity.layouts import KvDtype
 from quantkit.checkpoint.source import open_source
+from quantkit.choices import KvDtype
 from quantkit.errors import QuantkitError
 from quantkit.eval import loading
 from quantkit.eval.loading import Loaded, load_tokenizer

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.errors import NotComparable, UsageError
 from quantkit.eval.bootstrap import Ratio, Resampling, Series, p95, ratio, total
 from quantkit.eval.integrity_report import Cost, CostRow, Costs, IntegrityCostReport

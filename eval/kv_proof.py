@@ -24,7 +24,7 @@ from quantkit.calibration import CalibrationReport, DataOptions, calibrate
 from quantkit.calibration import Options as CalibrationOptions
 from quantkit.calibration.choosing import TOLERANCE
 from quantkit.calibration.run import SCALES_FILE
-from quantkit.capacity.layouts import KvDtype
+from quantkit.choices import KvDtype
 from quantkit.errors import CheckFailed, FoldError
 from quantkit.eval import gate
 from quantkit.eval.backends import RUNTIME

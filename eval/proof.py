@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from quantkit.capacity.layouts import KvDtype
 from quantkit.checkpoint.source import open_source
+from quantkit.choices import KvDtype
 from quantkit.conversion import Options as ConversionOptions
 from quantkit.conversion import convert
 from quantkit.errors import PlanError

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from quantkit.eval.gate import evaluate
     from quantkit.folding import fold
     from quantkit.inspection import inspect
+    from quantkit.planning.drift import check_drift
+    from quantkit.planning.fit import Deployment, plan_serving
+    from quantkit.planning.phases import Target, plan_phases
     from quantkit.recipe import Recipe, load_recipe
     from quantkit.report import Manifest
-    from quantkit.serving.drift import check_drift
-    from quantkit.serving.fit import Deployment, plan_serving
-    from quantkit.serving.phases import Target, plan_phases
     from quantkit.verification import verify
 
 __all__ = [
@@ -47,21 +47,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Deployment": "serving.fit",
+    "Deployment": "planning.fit",
     "Manifest": "report",
     "Options": "conversion",
     "QuantkitError": "errors",
     "Recipe": "recipe",
-    "Target": "serving.phases",
+    "Target": "planning.phases",
     "calibrate": "calibration",
-    "check_drift": "serving.drift",
+    "check_drift": "planning.drift",
     "convert": "conversion",
     "evaluate": "eval.gate",
     "fold": "folding",
     "inspect": "inspection",
     "load_recipe": "recipe",
-    "plan_phases": "serving.phases",
-    "plan_serving": "serving.fit",
+    "plan_phases": "planning.phases",
+    "plan_serving": "planning.fit",
     "preview": "conversion",
     "respell": "conversion.respelling",
     "verify": "verification",

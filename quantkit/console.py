@@ -11,10 +11,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from quantkit.capacity.report import CapacityReport, PublishedFigures
-from quantkit.capacity.tables import tables as capacity_tables
 from quantkit.engines.report import Compatibility
 from quantkit.errors import OutputError, QuantkitError
+from quantkit.planning.deployment import DriftReport, PhasePlan
+from quantkit.planning.fit_tables import tables as capacity_tables
+from quantkit.planning.phase_tables import drift_table, launch_texts, phase_tables
+from quantkit.planning.report import CapacityReport, PublishedFigures
 from quantkit.records import TextTable
 from quantkit.remote import PublishReport
 from quantkit.report import (
@@ -27,8 +29,6 @@ from quantkit.report import (
     Verdict,
     Verification,
 )
-from quantkit.serving.manifest import DriftReport, PhasePlan
-from quantkit.serving.tables import drift_table, launch_texts, phase_tables
 
 _MOST_TASKS = 20  # in a table
 _FILE_WIDTH = 160  # of tables that go to a file or a pipe

@@ -11,6 +11,7 @@ LAYERS = {
     "naming": 0,
     "version": 0,
     "records": 0,
+    "choices": 0,
     "recipe": 1,
     "report": 1,
     "formats": 1,
@@ -21,7 +22,6 @@ LAYERS = {
     "weights": 5,
     "families": 6,
     "engines": 7,
-    "capacity": 7,
     "models": 7,
     "runtime": 8,
     "inspection": 8,
@@ -31,7 +31,7 @@ LAYERS = {
     "conversion": 9,
     "folding": 9,
     "publish": 9,
-    "serving": 10,
+    "planning": 10,
     "eval": 10,
     "console": 11,
     "cli": 12,
@@ -46,7 +46,7 @@ USERS = {  # the one module that imports a library; YAML is formats that have no
     "jinja2": {"runtime"},
     "triton": {"kernels"},
     "matplotlib": {"calibration"},
-    "yaml": {"recipe", "card", "capacity"},  # recipes, the metadata of model cards, the table of GPUs
+    "yaml": {"recipe", "card", "planning"},  # recipes, the metadata of model cards, the table of GPUs
 }
 TEXTS = {
     path.relative_to(ROOT): path.read_text()

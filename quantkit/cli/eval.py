@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.capacity.layouts import KvDtype
+from quantkit.choices import KvDtype
 from quantkit.cli.options import Json
 from quantkit.errors import CheckFailed, NotComparable, Undecided, UsageError
 

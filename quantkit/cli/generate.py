@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.capacity.layouts import IntegrityLevel, KvDtype
+from quantkit.choices import IntegrityLevel, KvDtype
 from quantkit.cli.options import Json, parse_bytes
 from quantkit.errors import CheckFailed, RequestError, UsageError
 
@@ -121,10 +121,10 @@ def _apart(
     """Who computes the prompts; what the two checkpoints are is found out here."""
     from quantkit import console
     from quantkit.checkpoint.source import open_source
+    from quantkit.planning.fingerprint import fingerprint
     from quantkit.runtime.generation import Apart
     from quantkit.runtime.handoff.coordinator import CoordinatorOptions
     from quantkit.runtime.handoff.terms import Identity
-    from quantkit.serving.fingerprint import fingerprint
 
     def identify(folder: Path) -> Identity:
         with console.progress("hashing") as start:

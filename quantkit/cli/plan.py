@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.capacity.layouts import IndexCache, KvLayout
+from quantkit.choices import IndexCache, KvLayout
 from quantkit.cli import plan_options as option
 from quantkit.cli.options import Json, Revision
 from quantkit.errors import CheckFailed, UsageError
 from quantkit.recipe import Scheme
 
 if TYPE_CHECKING:
-    from quantkit.serving.fit import Deployment
+    from quantkit.planning.fit import Deployment
 
 
 def plan(
@@ -71,7 +71,7 @@ def plan(
     _check_number(names, 2 if phases else 1, needed=explain is None)
     from quantkit import console
     from quantkit.conversion import Options
-    from quantkit.serving import fit
+    from quantkit.planning import fit
 
     if explain is not None:
         return _explain(as_json)
@@ -94,7 +94,7 @@ def _check_number(names: list[str], most: int, *, needed: bool) -> None:
 
 def _explain(as_json: bool) -> None:
     from quantkit import console
-    from quantkit.serving.published import published_figures
+    from quantkit.planning.published import published_figures
 
     console.show(published_figures(), as_json=as_json)
 
@@ -108,7 +108,7 @@ def _phases(
 ) -> None:
     from quantkit import console
     from quantkit.checkpoint.writer import write_whole
-    from quantkit.serving.phases import Target, plan_phases
+    from quantkit.planning.phases import Target, plan_phases
 
     second = names[1] if len(names) > 1 else None
     with console.progress("hashing") as start:
@@ -120,7 +120,7 @@ def _phases(
 
 def _check(manifest: Path, names: list[str], quick: bool, as_json: bool) -> None:
     from quantkit import console
-    from quantkit.serving.drift import check_drift
+    from quantkit.planning.drift import check_drift
 
     with console.progress("hashing") as start:
         result = check_drift(manifest, names, quick=quick, progress=start)

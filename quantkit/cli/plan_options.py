@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.capacity.layouts import IndexCache, KvLayout
+from quantkit.choices import IndexCache, KvLayout
 from quantkit.recipe import Dialect, Mtp, Rest
 
 

@@ -50,8 +50,8 @@ def show(recipe: Name, as_json: Json = False) -> None:
     quantkit recipes show glm-5.2-nvfp4
     """
     from quantkit import console
-    from quantkit.recipe import recipe_text
     from quantkit.conversion import recipe_check
+    from quantkit.recipe import recipe_text
 
     content = recipe_check.show_recipe(recipe)
     if as_json:

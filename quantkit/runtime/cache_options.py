@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.capacity.layouts import KvDtype
+from quantkit.choices import KvDtype
 from quantkit.errors import UsageError
 from quantkit.models.decoder import Decoder
 from quantkit.runtime.pages import FP8, PagePool, cache_spec, open_pool

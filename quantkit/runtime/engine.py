@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.errors import IntegrityError, QuantkitError, RequestError, UsageError
 from quantkit.runtime.computing import Computed, Computer
 from quantkit.runtime.computing import Model as Model

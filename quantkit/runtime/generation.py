@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from quantkit.capacity.layouts import KvDtype
+from quantkit.choices import KvDtype
 from quantkit.errors import RequestError, UsageError
 from quantkit.models.loading import load
 from quantkit.report import Report

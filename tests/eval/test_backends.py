@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.capacity.layouts import KvDtype
 from quantkit.card import gate_table
+from quantkit.choices import KvDtype
 from quantkit.errors import CacheError, RequestError, SourceError, UsageError
 from quantkit.eval import accuracy, loading, paged_model
 from quantkit.eval.gate import Options, evaluate

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.capacity.layouts import KvDtype
+from quantkit.choices import KvDtype
 from quantkit.eval import gate
 from quantkit.eval.compare import Counts, decide
 from quantkit.eval.task_specs import TaskSpec

@@ -14,12 +14,12 @@ from quantkit.errors import CheckFailed, UsageError
 from quantkit.eval import gate, kv_proof
 from quantkit.eval.backends import RUNTIME
 from quantkit.models.loading import load
+from quantkit.planning.fingerprint import fingerprint
 from quantkit.runtime.cache_options import CacheOptions
 from quantkit.runtime.engine import Engine, EngineOptions
 from quantkit.runtime.paged_cache import PagedCache, Segment
 from quantkit.runtime.pages import FP8, PagePool, cache_spec
 from quantkit.runtime.scales import uniform_scales
-from quantkit.serving.fingerprint import fingerprint
 from support.paths import FIXTURES
 
 KIMI = FIXTURES / "kimi-tiny-int4"

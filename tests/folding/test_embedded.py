@@ -12,8 +12,8 @@ from quantkit.checkpoint.source import open_source
 from quantkit.errors import FoldError
 from quantkit.folding.report import Way
 from quantkit.models import load
+from quantkit.planning.fingerprint import fingerprint
 from quantkit.runtime.scales import Numbers, scales_by_layer
-from quantkit.serving.fingerprint import fingerprint
 from quantkit.verification import verify
 from support.checkpoints import config_of
 from support.families import write_family

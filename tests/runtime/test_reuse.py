@@ -5,7 +5,7 @@ still writes, pages that are freed twice, caches that answer with what is stale,
 import pytest
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.errors import CacheError, RequestError
 from quantkit.ops import pages as ops
 from quantkit.runtime import Engine, EngineOptions, Finish, PagePool, cache_spec, uniform_scales

@@ -8,9 +8,9 @@ import pytest
 
 from quantkit import folding
 from quantkit.checkpoint.source import open_source
+from quantkit.planning.fingerprint import fingerprint
 from quantkit.report import Manifest
 from quantkit.runtime.scales import Numbers
-from quantkit.serving.fingerprint import fingerprint
 from support.runnable import Checkpoint
 
 HEADS, NOPE, ROPE, VALUE, RANK = 2, 48, 32, 64, 128  # of the tiny models with MLA

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.errors import IntegrityError
 from quantkit.models import Decoder
 from quantkit.runtime import (

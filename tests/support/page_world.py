@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.runtime import GREEDY
 from quantkit.runtime.allocator import NOTHING, Allocator
 from quantkit.runtime.batch_table import BatchTables

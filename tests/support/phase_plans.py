@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.capacity.layouts import KvLayout
-from quantkit.serving.fit import Deployment
-from quantkit.serving.manifest import PhasePlan
-from quantkit.serving.phases import Target, plan_phases
+from quantkit.choices import KvLayout
+from quantkit.planning.deployment import PhasePlan
+from quantkit.planning.fit import Deployment
+from quantkit.planning.phases import Target, plan_phases
 
 FP8 = Deployment(kv=KvLayout.FP8)
 NIXL = "vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py"

@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.capacity.layouts import KvDtype
 from quantkit.checkpoint.source import open_source
+from quantkit.choices import KvDtype
 from quantkit.errors import CacheError, SourceError
 from quantkit.families.inventory import inventory
 from quantkit.folding import fold

@@ -10,7 +10,7 @@ counters  what was found, as Prometheus text and JSON
 steps     what the engine asks
 """
 
-from quantkit.capacity.layouts import IntegrityLevel as IntegrityLevel
+from quantkit.choices import IntegrityLevel as IntegrityLevel
 from quantkit.runtime.integrity.causes import Cause as Cause
 from quantkit.runtime.integrity.counters import IntegrityCounters as IntegrityCounters
 from quantkit.runtime.integrity.counters import IntegrityReport as IntegrityReport

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.errors import IntegrityError
 from quantkit.kernels.reference.page_check import ALL_GOOD
 from quantkit.runtime.allocator import NOTHING

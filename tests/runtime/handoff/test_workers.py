@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.capacity.layouts import IntegrityLevel, KvDtype
+from quantkit.choices import IntegrityLevel, KvDtype
 from quantkit.errors import CacheError, HandoffError, RequestError, SourceError, WorkerError
 from quantkit.models import load
 from quantkit.runtime import Engine, EngineOptions, Event, Finish, Sampling

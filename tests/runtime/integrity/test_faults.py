@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.errors import IntegrityError
 from quantkit.models import Decoder, load
 from quantkit.runtime import Engine, EngineOptions, Finish

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.errors import IntegrityError
 from quantkit.runtime import Engine, Finish, Sampling
 from quantkit.runtime.integrity import Cause, RetryBudget, StepTracker

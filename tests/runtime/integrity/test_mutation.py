@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.models import load
 from quantkit.runtime import Engine
 from quantkit.runtime.allocator import Allocator, Generations

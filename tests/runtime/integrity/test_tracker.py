@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.capacity.layouts import IntegrityLevel
+from quantkit.choices import IntegrityLevel
 from quantkit.errors import UsageError
 from quantkit.runtime import Engine, EngineOptions, PagePool, cache_spec, unscaled
 from quantkit.runtime.allocator import Generations

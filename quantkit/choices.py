@@ -1,4 +1,4 @@
-"""The choices of a KV cache, apart from what they mean so that the command line can list them quickly."""
+"""The words of options that several rooms share, so that the command line lists them without what they stand for."""
 
 from enum import StrEnum
 

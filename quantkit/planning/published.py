@@ -8,17 +8,17 @@ on INT4 serving of GLM-5.2 and FP8 KV for Kimi K2.6 ("705 to 421 GB", "88 to 52 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.capacity.attention import Attention
-from quantkit.capacity.layouts import IndexCache, KvLayout
-from quantkit.capacity.report import PublishedFigure, PublishedFigures
-from quantkit.capacity.roofline import Model
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.choices import IndexCache, KvLayout
 from quantkit.conversion import Options, choose_recipe
 from quantkit.conversion.plan import make_plan
+from quantkit.families.attention import Attention
 from quantkit.families.locate import describe_model
 from quantkit.naming import TensorName
-from quantkit.serving.fit import GIB, Deployment, describe, report
+from quantkit.planning.fit import GIB, Deployment, describe, report
+from quantkit.planning.report import PublishedFigure, PublishedFigures
+from quantkit.planning.roofline import Model
 from quantkit.weights.layout import int4_specs
 
 _GLM, _KIMI = "glm-5.2", "kimi-k2.6"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from quantkit.capacity.attention import Attention
-from quantkit.capacity.layouts import KvLayout
+from quantkit.choices import KvLayout
 from quantkit.errors import UsageError
-from quantkit.serving.fit import Deployment
-from quantkit.serving.launch import Deployed, launches, stored_layout
-from quantkit.serving.manifest import Launch, PhasePlan
-from quantkit.serving.phases import Target, plan_phases
+from quantkit.families.attention import Attention
+from quantkit.planning.deployment import Launch, PhasePlan
+from quantkit.planning.fit import Deployment
+from quantkit.planning.launch import Deployed, launches, stored_layout
+from quantkit.planning.phases import Target, plan_phases
 from support.paths import CONFIGS
 from support.phase_plans import NIXL
 

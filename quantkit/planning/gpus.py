@@ -66,7 +66,7 @@ def parse_gpus(text: str, table: Path | None = None) -> tuple[int, Gpu]:
 
 def load_gpus(table: Path | None = None) -> dict[str, Gpu]:
     """The built-in GPUs and those of the file `table`, by name."""
-    text = resources.files("quantkit.capacity").joinpath("gpus.yaml").read_text(encoding="utf-8")
+    text = resources.files("quantkit.planning").joinpath("gpus.yaml").read_text(encoding="utf-8")
     gpus = _parse("gpus.yaml", text)
     if table is not None:
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf, prod
 
 from quantkit.errors import UsageError
-from quantkit.serving.manifest import Candidate
+from quantkit.planning.deployment import Candidate
 
 PHASES = PREFILL, DECODE = "prefill", "decode"
 WORTHWHILE = 0.05  # of a phase's speed

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.capacity.attention import Attention
-from quantkit.capacity.gpus import Gpu, load_gpus, parse_gpus
-from quantkit.capacity.layouts import KvLayout
-from quantkit.capacity.resident import Parallelism, Part
-from quantkit.capacity.roofline import Model, Serving, price_per_million
+from quantkit.choices import KvLayout
 from quantkit.errors import UsageError
+from quantkit.families.attention import Attention
 from quantkit.naming import Role
+from quantkit.planning.gpus import Gpu, load_gpus, parse_gpus
+from quantkit.planning.resident import Parallelism, Part
+from quantkit.planning.roofline import Model, Serving, price_per_million
 
 EVEN = Gpu("even", memory_mib=1000, bandwidth_gb_s=1, bf16_tflops=1e-3, fp8_tflops=2e-3)  # 10^9 B/s, 10^9 FLOP/s
 BODY = Part(Role.DENSE_MLP, False, "bf16", False, 1000, 2000, 1)

@@ -13,8 +13,8 @@ Sources: vLLM 0.33, `v1/attention/backends/mla/` (fp8_ds_mla, indexer) and SGLan
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.capacity.layouts import IndexCache, KvLayout
 from quantkit.checkpoint.source import Source
+from quantkit.choices import IndexCache, KvLayout
 from quantkit.errors import SourceError, UsageError
 from quantkit.families.inventory import has_indexer
 

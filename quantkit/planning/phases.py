@@ -5,22 +5,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quantkit.capacity.attention import Attention
-from quantkit.capacity.gpus import parse_gpus
-from quantkit.capacity.layouts import KvLayout
-from quantkit.capacity.report import CapacityReport
-from quantkit.capacity.roofline import Model
 from quantkit.checkpoint.source import Source
+from quantkit.choices import KvLayout
 from quantkit.conversion import Options, choose_recipe
 from quantkit.conversion.plan import Plan, make_plan
 from quantkit.errors import SourceError, UsageError
+from quantkit.families.attention import Attention
 from quantkit.families.locate import describe_model
+from quantkit.planning.deployment import Candidate, DeploymentManifest, PhasePlan, Pool, ServedModel
+from quantkit.planning.fingerprint import Fingerprint, Progress, fingerprint, fingerprint_of_plan
+from quantkit.planning.fit import Deployment, describe, report
+from quantkit.planning.gpus import parse_gpus
+from quantkit.planning.launch import Deployed, launches, stored_layout
+from quantkit.planning.report import CapacityReport
+from quantkit.planning.roofline import Model
+from quantkit.planning.weighing import PHASES, PREFILL, choose
 from quantkit.recipe import Recipe, find_alias, load_recipe
-from quantkit.serving.fingerprint import Fingerprint, Progress, fingerprint, fingerprint_of_plan
-from quantkit.serving.fit import Deployment, describe, report
-from quantkit.serving.launch import Deployed, launches, stored_layout
-from quantkit.serving.manifest import Candidate, DeploymentManifest, PhasePlan, Pool, ServedModel
-from quantkit.serving.weighing import PHASES, PREFILL, choose
 from quantkit.version import VERSION
 
 _NO_CHANGES = Options()

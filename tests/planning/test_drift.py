@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 import quantkit
-from quantkit.capacity.layouts import KvLayout
+from quantkit.choices import KvLayout
 from quantkit.cli import app
 from quantkit.conversion import Options
 from quantkit.errors import CheckFailed, SourceError
+from quantkit.planning.deployment import DriftReport, Origin, read_manifest
+from quantkit.planning.drift import check_drift
+from quantkit.planning.fit import Deployment
+from quantkit.planning.phases import Target, plan_phases
 from quantkit.recipe import Mtp, ScaleMethod
-from quantkit.serving.drift import check_drift
-from quantkit.serving.fit import Deployment
-from quantkit.serving.manifest import DriftReport, Origin, read_manifest
-from quantkit.serving.phases import Target, plan_phases
 
 TARGET = Target(Deployment(kv=KvLayout.FP8), Deployment(kv=KvLayout.FP8))
 SHARD = "model-00002-of-00003.safetensors"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity.report import CapacityReport
 from quantkit.errors import SourceError
+from quantkit.planning.report import CapacityReport
 from quantkit.report import File, Origin, Report
 
 

@@ -24,10 +24,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.capacity.attention import Attention
-from quantkit.capacity.layouts import KvLayout
+from quantkit.choices import KvLayout
 from quantkit.errors import UsageError
-from quantkit.serving.manifest import Launch, Pool
+from quantkit.families.attention import Attention
+from quantkit.planning.deployment import Launch, Pool
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 _PORT, _ROUTER_PORT, _BOOTSTRAP_PORT = 8000, 8080, 8998

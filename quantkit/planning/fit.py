@@ -4,19 +4,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quantkit.capacity.attention import Attention
-from quantkit.capacity.gpus import Gpu, parse_gpus
-from quantkit.capacity.layouts import IndexCache, KvLayout
-from quantkit.capacity.report import CapacityReport, DecodeRate, KvSize, PrefillRate, RoleSize
-from quantkit.capacity.resident import Parallelism, is_whole, loaded, parts, rank_bytes
-from quantkit.capacity.roofline import Model, Serving, price_per_million
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.choices import IndexCache, KvLayout
 from quantkit.conversion import Options, choose_recipe
 from quantkit.conversion.plan import make_plan
 from quantkit.errors import SourceError, UsageError
+from quantkit.families.attention import Attention
 from quantkit.families.locate import describe_model
 from quantkit.naming import Role
+from quantkit.planning.gpus import Gpu, parse_gpus
+from quantkit.planning.report import CapacityReport, DecodeRate, KvSize, PrefillRate, RoleSize
+from quantkit.planning.resident import Parallelism, is_whole, loaded, parts, rank_bytes
+from quantkit.planning.roofline import Model, Serving, price_per_million
 from quantkit.recipe import Recipe, load_recipe
 
 GIB = 1 << 30

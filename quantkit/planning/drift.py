@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.checkpoint.source import open_source
+from quantkit.planning.deployment import DeploymentManifest, Drift, DriftReport, Pool, read_manifest
+from quantkit.planning.fingerprint import Fingerprint, Progress, fingerprint
 from quantkit.report import File, Origin
-from quantkit.serving.fingerprint import Fingerprint, Progress, fingerprint
-from quantkit.serving.manifest import DeploymentManifest, Drift, DriftReport, Pool, read_manifest
 
 _NO_POOL, _NOTHING = "none of the pools", "nothing"
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quantkit.capacity.layouts import IndexCache, KvLayout
-from quantkit.capacity.report import CapacityReport, PublishedFigures
-from quantkit.capacity.roofline import Model
 from quantkit.checkpoint.source import Source
+from quantkit.choices import IndexCache, KvLayout
 from quantkit.cli import app
 from quantkit.conversion import Options
 from quantkit.errors import PlanError, QuantkitError, SourceError, UsageError
+from quantkit.planning.fit import GIB, Deployment, describe, plan_serving, report
+from quantkit.planning.published import int4_experts_only
+from quantkit.planning.report import CapacityReport, PublishedFigures
+from quantkit.planning.roofline import Model
 from quantkit.recipe import Mtp
-from quantkit.serving.fit import GIB, Deployment, describe, plan_serving, report
-from quantkit.serving.published import int4_experts_only
 from support.headers import published
 from support.paths import CONFIGS
 from support.tiers import exhaustive, quick_if
@@ -319,7 +319,7 @@ def test_plan_prints_json() -> None:
 @pytest.mark.exhaustive
 def test_explain_published_prints_the_figures(monkeypatch: pytest.MonkeyPatch, figures: PublishedFigures) -> None:
     """--explain published prints each figure with its layout, and NO where it does not come out."""
-    monkeypatch.setattr("quantkit.serving.published.published_figures", lambda: figures)
+    monkeypatch.setattr("quantkit.planning.published.published_figures", lambda: figures)
     printed = run("--explain", "published")
 
     assert all(figure.own in printed for figure in figures.figures)

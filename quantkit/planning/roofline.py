@@ -11,11 +11,11 @@ Williams, Waterman and Patterson, "Roofline" (CACM 52/4, 2009). One token misses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantkit.capacity.attention import Attention
-from quantkit.capacity.gpus import Gpu
-from quantkit.capacity.layouts import KvLayout
-from quantkit.capacity.resident import Parallelism, Part, is_whole, rank_bytes
+from quantkit.choices import KvLayout
+from quantkit.families.attention import Attention
 from quantkit.naming import Role
+from quantkit.planning.gpus import Gpu
+from quantkit.planning.resident import Parallelism, Part, is_whole, rank_bytes
 
 _NOT_READ = (Role.EMBEDDING, Role.VISION)  # a look-up; and nothing for text
 

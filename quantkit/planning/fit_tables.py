@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from quantkit.capacity.report import CapacityReport, PublishedFigures
+from quantkit.planning.report import CapacityReport, PublishedFigures
 from quantkit.records import TextTable
 
 _GIB = 1 << 30

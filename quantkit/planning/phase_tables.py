@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from quantkit.capacity.report import CapacityReport
+from quantkit.planning.deployment import Candidate, DriftReport, PhasePlan, Pool
+from quantkit.planning.report import CapacityReport
+from quantkit.planning.weighing import PHASES, rates
 from quantkit.records import TextTable
-from quantkit.serving.manifest import Candidate, DriftReport, PhasePlan, Pool
-from quantkit.serving.weighing import PHASES, rates
 
 _GIB = 1 << 30
 

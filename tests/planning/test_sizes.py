@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 
-from quantkit.capacity.attention import Attention
-from quantkit.capacity.layouts import IndexCache, KvLayout
-from quantkit.capacity.resident import Parallelism, Part, parts, rank_bytes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.choices import IndexCache, KvLayout
 from quantkit.errors import SourceError, UsageError
+from quantkit.families.attention import Attention
 from quantkit.naming import Role
+from quantkit.planning.resident import Parallelism, Part, parts, rank_bytes
 from quantkit.recipe import find_alias
 from support.paths import CONFIGS
 

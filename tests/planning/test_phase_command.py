@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from quantkit.cli import app
 from quantkit.conversion import Options
 from quantkit.errors import OutputError, UsageError
+from quantkit.planning.deployment import PhasePlan, read_manifest
+from quantkit.planning.fit import Deployment
+from quantkit.planning.phases import Target, plan_phases
 from quantkit.recipe import Mtp
-from quantkit.serving.fit import Deployment
-from quantkit.serving.manifest import PhasePlan, read_manifest
-from quantkit.serving.phases import Target, plan_phases
 from support.phase_plans import NIXL
 
 pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")

@@ -12,12 +12,12 @@ import quantkit
 from quantkit.checkpoint.source import open_source
 from quantkit.conversion import Options
 from quantkit.errors import SourceError, UsageError
+from quantkit.planning.deployment import Candidate, PhasePlan
+from quantkit.planning.fingerprint import fingerprint
+from quantkit.planning.fit import Deployment
+from quantkit.planning.phases import Target, plan_phases
+from quantkit.planning.weighing import Choice, choose
 from quantkit.recipe import Mtp
-from quantkit.serving.fingerprint import fingerprint
-from quantkit.serving.fit import Deployment
-from quantkit.serving.manifest import Candidate, PhasePlan
-from quantkit.serving.phases import Target, plan_phases
-from quantkit.serving.weighing import Choice, choose
 from support.paths import CONFIGS
 from support.phase_plans import FP8
 
