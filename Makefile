@@ -80,5 +80,5 @@ bench: setup
 ifdef PEERS
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group peers
 endif
-	$(BIN)/python -m quantkit.eval.scale_error $(MODEL)
-	$(BIN)/python -m quantkit.eval.conversion_speed --size-gb $(SIZE_GB) $(if $(PEERS),--peers)
+	$(BIN)/python -m quantkit.eval.bench.scale_error $(MODEL)
+	$(BIN)/python -m quantkit.eval.bench.conversion_speed --size-gb $(SIZE_GB) $(if $(PEERS),--peers)

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from quantkit.eval.gpu_build import all_launches, build
-from quantkit.eval.gpu_cases import FAR, FULL, QUICK, Case, Problem, Sizes, Wanted, page_cases
-from quantkit.eval.gpu_timing import DEVICE, FLUSH_BYTES, Limits, captured, measure, measure_limits
-from quantkit.eval.gpu_weight_cases import weight_cases
+from quantkit.eval.gpu.build import all_launches, build
+from quantkit.eval.gpu.cases import FAR, FULL, QUICK, Case, Problem, Sizes, Wanted, page_cases
+from quantkit.eval.gpu.timing import DEVICE, FLUSH_BYTES, Limits, captured, measure, measure_limits
+from quantkit.eval.gpu.weight_cases import weight_cases
 from quantkit.kernels.gpu.compiled import ARCHES
 from quantkit.kernels.gpu.compiled import as_table as as_compiled_table
 

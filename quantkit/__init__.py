@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantkit.conversion import Options, convert, preview
     from quantkit.conversion.respelling import respell
     from quantkit.errors import QuantkitError
-    from quantkit.eval.gate import evaluate
+    from quantkit.eval.gate.evaluation import evaluate
     from quantkit.folding import fold
     from quantkit.inspection import inspect
     from quantkit.planning.drift import check_drift
@@ -56,7 +56,7 @@ _HOMES = {
     "calibrate": "calibration",
     "check_drift": "planning.drift",
     "convert": "conversion",
-    "evaluate": "eval.gate",
+    "evaluate": "eval.gate.evaluation",
     "fold": "folding",
     "inspect": "inspection",
     "load_recipe": "recipe",

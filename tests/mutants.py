@@ -67,10 +67,10 @@ MUTANTS = {
         "tests/verification",
     ),
     "bound on the wrong side": Mutant(
-        "quantkit/eval/paired.py",
+        "quantkit/eval/gate/paired.py",
         "return NormalDist().cdf(score(items, lost, gained, -drop))",
         "return NormalDist().cdf(-score(items, lost, gained, -drop))",
-        "tests/eval/test_compare.py",
+        "tests/eval/gate/test_compare.py",
     ),
     "resumed shard not checked": Mutant(
         "quantkit/conversion/run.py",

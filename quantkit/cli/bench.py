@@ -87,9 +87,9 @@ def decode(
             "a checkpoint and its baseline are needed, or neither", hint="quantkit bench decode CKPT --baseline BASE."
         )
     from quantkit import console
-    from quantkit.eval import decode_speed
-    from quantkit.eval.decode_turns import Turns
-    from quantkit.eval.report_files import markdown, write_report_files
+    from quantkit.eval.bench import decode_speed
+    from quantkit.eval.bench.decode_turns import Turns
+    from quantkit.eval.gate.report_files import markdown, write_report_files
 
     turns = Turns(prompt_tokens, new_tokens, rounds)
     options = decode_speed.Options(counts, turns, prefill_tokens, nbytes, page_size, threads)
@@ -126,8 +126,8 @@ def integrity(
     """
     counts = _numbers(requests)
     from quantkit import console
-    from quantkit.eval.integrity_cost import Options, bench_integrity
-    from quantkit.eval.report_files import markdown, write_report_files
+    from quantkit.eval.bench.integrity_cost import Options, bench_integrity
+    from quantkit.eval.gate.report_files import markdown, write_report_files
 
     options = Options(counts, pairs, content_pairs, prompt_tokens, page_size, threads)
     report = bench_integrity(checkpoint, options, console.tell)
@@ -146,7 +146,7 @@ def _checkpoints(
     if checkpoint is not None and baseline is not None:
         yield baseline, checkpoint
         return
-    from quantkit.eval.decode_speed import random_checkpoints
+    from quantkit.eval.bench.decode_speed import random_checkpoints
 
     with random_checkpoints(folder, round(size_gb * 1e9), keep=keep) as made:
         yield made

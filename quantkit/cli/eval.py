@@ -90,13 +90,13 @@ def evaluate(
     if candidate is None or baseline is None:
         raise UsageError("a candidate and a baseline are needed", hint="quantkit eval CANDIDATE --baseline BASE.")
     from quantkit import console
-    from quantkit.eval import data_folder, gate
-    from quantkit.eval import history as known
-    from quantkit.eval.task_specs import TaskSpec
+    from quantkit.eval.gate import data_folder, evaluation
+    from quantkit.eval.gate import history as known
+    from quantkit.eval.gate.task_specs import TaskSpec
     from quantkit.runtime.cache_options import CacheOptions
 
     data = data_folder.data_folder()
-    options = gate.Options(
+    options = evaluation.Options(
         suite or (None if tasks or text else "quick"),
         tuple(TaskSpec.parse(task) for task in tasks or ()),
         *(text, window, max_tokens, limit, seed, chat_template, rule, max_drop / 100, backend),
@@ -104,9 +104,9 @@ def evaluate(
         CacheOptions(baseline_kv, baseline_kv_scale, baseline_kv_scales, fp8_query=baseline_fp8_query),
     )
     kept = None if no_history else history or data / known.FILE
-    report = gate.evaluate(candidate, baseline, options, history=kept, data_folder=data, tell=console.tell)
+    report = evaluation.evaluate(candidate, baseline, options, history=kept, data_folder=data, tell=console.tell)
     if output is not None:
-        gate.write_report(report, output)
+        evaluation.write_report(report, output)
     console.show(report, as_json=as_json)
     return _leave(report)
 
@@ -115,8 +115,8 @@ def _prepare(suite: str, as_json: bool) -> None:
     if suite != "offline":
         raise UsageError(f"--prepare {suite}: only the suite offline has data to lay ready")
     from quantkit import console
-    from quantkit.eval.data_folder import data_folder
-    from quantkit.eval.offline import prepare_offline
+    from quantkit.eval.gate.data_folder import data_folder
+    from quantkit.eval.gate.offline import prepare_offline
 
     console.show(prepare_offline(data_folder()), as_json=as_json)
 

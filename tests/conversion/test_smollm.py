@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit.conversion import Options
 from quantkit.errors import PlanError
-from quantkit.eval.distribution import compare_distributions
+from quantkit.eval.gate.distribution import compare_distributions
 from quantkit.report import Verification
 from support import smollm
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.eval import kernel_speed
+from quantkit.eval.bench import kernel_speed
 from quantkit.formats import fp8_block, int4, nvfp4
 from quantkit.kernels import cpu_linear
 from quantkit.ops import linear

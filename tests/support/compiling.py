@@ -17,8 +17,8 @@ import torch
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from quantkit.eval.gpu_page_launches import page_branches, page_launches
-from quantkit.eval.gpu_weight_launches import weight_branches, weight_launches
+from quantkit.eval.gpu.page_launches import page_branches, page_launches
+from quantkit.eval.gpu.weight_launches import weight_branches, weight_launches
 from quantkit.kernels.gpu.compiled import ARCHES, AbsentGpu, Compiled, as_table, compile_launches
 from quantkit.kernels.gpu.fp8_block_dequantize import fp8_block_dequantize
 from quantkit.kernels.gpu.kv_write import write_mla

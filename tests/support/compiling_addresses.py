@@ -17,10 +17,10 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from quantkit.eval.gpu_build import META, case_launches
-from quantkit.eval.gpu_cases import FAR
-from quantkit.eval.gpu_page_launches import page_branches, page_launches
-from quantkit.eval.gpu_weight_launches import weight_branches, weight_launches
+from quantkit.eval.gpu.build import META, case_launches
+from quantkit.eval.gpu.cases import FAR
+from quantkit.eval.gpu.page_launches import page_branches, page_launches
+from quantkit.eval.gpu.weight_launches import weight_branches, weight_launches
 from quantkit.kernels.gpu.compiled import AbsentGpu
 from quantkit.kernels.gpu.launching import run
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.eval import accuracy
-from quantkit.eval.loading import Loaded, load
-from quantkit.eval.task_specs import TaskSpec
+from quantkit.eval.gate import accuracy
+from quantkit.eval.gate.loading import Loaded, load
+from quantkit.eval.gate.task_specs import TaskSpec
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quantkit.eval.offline import MMLU_SUBJECTS, PACKAGE, VERSION
+from quantkit.eval.gate.offline import MMLU_SUBJECTS, PACKAGE, VERSION
 
 Document = dict[str, Any]
 ARC = [

@@ -9,7 +9,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from quantkit.errors import UsageError
-from quantkit.eval.gpu_build import all_launches
+from quantkit.eval.gpu.build import all_launches
 from quantkit.kernels.gpu import launching, w4a16_matmul
 from quantkit.kernels.gpu.kv_write import write_mla
 from quantkit.kernels.gpu.page_check import page_check
