@@ -28,22 +28,22 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "swapped nibble": Mutant(
-        "kernels/int4_groups.py",
+        "kernels/convert/int4_groups.py",
         "bits = (bits | bits >> np.uint64(4)) & np.uint64(0x00FF00FF00FF00FF)",
         "bits = (bits << np.uint64(4) | bits >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)",
-        "tests/kernels/test_fp8_and_int4.py",
+        "tests/kernels/convert/test_fp8_and_int4.py",
     ),
     "scale off by one group": Mutant(
-        "kernels/float_to_int4.py",
+        "kernels/convert/float_to_int4.py",
         "out_scale[row, group] = bits",
         "out_scale[row, group - 1] = bits",
-        "tests/kernels/test_fp8_and_int4.py",
+        "tests/kernels/convert/test_fp8_and_int4.py",
     ),
     "truncation for rounding": Mutant(
-        "kernels/float_to_int4.py",
+        "kernels/convert/float_to_int4.py",
         "code = np.rint(np.float64(source[position]) / step)",
         "code = np.trunc(np.float64(source[position]) / step)",
-        "tests/kernels/test_fp8_and_int4.py",
+        "tests/kernels/convert/test_fp8_and_int4.py",
     ),
     "missing fsync": Mutant(
         "quantkit/checkpoint/writer.py", "        os.fsync(file)", "        pass", "tests/checkpoint"

@@ -26,7 +26,7 @@ from quantkit.models.shelf import Shelf
 from quantkit.ops.linear import compiled_weights, heads
 
 if TYPE_CHECKING:
-    from quantkit.kernels.cpu_linear import Weights
+    from quantkit.kernels.cpu.linear import Weights
 
 _EPS = 1e-6
 

@@ -20,7 +20,7 @@ from quantkit.ops import linear as ops
 from quantkit.weights.weight import Encoding
 
 if TYPE_CHECKING:
-    from quantkit.kernels.cpu_linear import Weights
+    from quantkit.kernels.cpu.linear import Weights
 
 
 @dataclass(frozen=True)

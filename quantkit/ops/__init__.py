@@ -13,9 +13,9 @@ from quantkit.formats.global_scale import nvfp4_exponent as nvfp4_exponent
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.kernels.int4_error import Int4Error
-    from quantkit.kernels.nvfp4_error import Nvfp4Error
-    from quantkit.kernels.nvfp4_groups import Nvfp4Counts
+    from quantkit.kernels.convert.int4_error import Int4Error
+    from quantkit.kernels.convert.nvfp4_error import Nvfp4Error
+    from quantkit.kernels.convert.nvfp4_groups import Nvfp4Counts
 
 Backend = Literal["compiled", "reference"]
 Bytes = npt.NDArray[np.uint8]
@@ -65,7 +65,7 @@ def fp8_block_to_int4(
     `group_size` divides K and the block's columns. Returns None, or the flat position of the first NaN.
     """
     if backend == "compiled":
-        from quantkit.kernels.fp8_block_to_int4 import fp8_block_to_int4 as kernel
+        from quantkit.kernels.convert.fp8_block_to_int4 import fp8_block_to_int4 as kernel
 
         bad = kernel(weight, scale, block, group_size, divisors, signed, packed, out_scale)
         return first_nan(weight) if bad >= 0 else None
@@ -101,7 +101,7 @@ def float_to_int4(
     Returns None, or the flat position of the first NaN, infinity, or number above 2^127 whose scale would overflow.
     """
     if backend == "compiled":
-        from quantkit.kernels.float_to_int4 import float_to_int4 as kernel
+        from quantkit.kernels.convert.float_to_int4 import float_to_int4 as kernel
 
         bad = kernel(weight, group_size, divisors, signed, packed, out_scale)
         return first_unsound(weight) if bad >= 0 else None
@@ -162,7 +162,7 @@ def fp8_block_to_bf16(
 ) -> int | None:
     """Decode FP8 `weight` [N, K] into `out` [N, K]; returns None, or the flat position of the first NaN."""
     if backend == "compiled":
-        from quantkit.kernels.fp8_block_to_bf16 import fp8_block_to_bf16 as kernel
+        from quantkit.kernels.convert.fp8_block_to_bf16 import fp8_block_to_bf16 as kernel
 
         return first_nan(weight) if kernel(weight, scale, block, out) >= 0 else None
     import torch
@@ -176,7 +176,7 @@ def fp8_block_to_bf16(
 
 def int4_error(weight: Bytes, scale: Scales, block: tuple[int, int], packed: Words, out_scale: Bf16Bits) -> "Int4Error":
     """What INT4 `packed` [N, K/8] with `out_scale` [N, K/g] lost against FP8 `weight` [N, K]; compiled only."""
-    from quantkit.kernels.int4_error import int4_error as kernel
+    from quantkit.kernels.convert.int4_error import int4_error as kernel
 
     return kernel(weight, scale, block, packed, out_scale)
 
@@ -186,7 +186,7 @@ def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits, slack: 
 
     slack  how far `weight` may be, relatively, from the numbers that the codes were made from
     """
-    from quantkit.kernels.int4_error import Int4Error
+    from quantkit.kernels.convert.int4_error import Int4Error
 
     exact = weight.astype(np.float64)
     step = to_float32(out_scale.view(np.uint8), "BF16").astype(np.float64).reshape(out_scale.shape)
@@ -214,7 +214,7 @@ def fp8_block_to_nvfp4(
     16 divides K and the block's columns. `bad` of the result is None, or the flat position of the first NaN.
     """
     if backend == "compiled":
-        from quantkit.kernels.fp8_block_to_nvfp4 import fp8_block_to_nvfp4 as kernel
+        from quantkit.kernels.convert.fp8_block_to_nvfp4 import fp8_block_to_nvfp4 as kernel
 
         counts = kernel(weight, scale, block, exponent, search, packed, out_scale)
         return counts if counts.bad is None else counts._replace(bad=first_nan(weight))
@@ -235,7 +235,7 @@ def float_to_nvfp4(
     `bad` of the result is None, or the flat position of the first NaN, infinity, or number above 2^127.
     """
     if backend == "compiled":
-        from quantkit.kernels.float_to_nvfp4 import float_to_nvfp4 as kernel
+        from quantkit.kernels.convert.float_to_nvfp4 import float_to_nvfp4 as kernel
 
         counts = kernel(weight, exponent, search, packed, out_scale)
         return counts if counts.bad is None else counts._replace(bad=first_unsound(weight))
@@ -251,7 +251,7 @@ def _nvfp4_reference(
     import torch
 
     from quantkit.formats import nvfp4
-    from quantkit.kernels.nvfp4_groups import Nvfp4Counts
+    from quantkit.kernels.convert.nvfp4_groups import Nvfp4Counts
 
     codes, stored = nvfp4.quantize(weight, exponent, search)
     packed[:] = nvfp4.pack(codes).numpy()
@@ -268,7 +268,7 @@ def nvfp4_error(
     weight: Bytes, scale: Scales, block: tuple[int, int], packed: Bytes, out_scale: Bytes, multiplier: float
 ) -> "Nvfp4Error":
     """What NVFP4 `packed` [N, K/2] with `out_scale` [N, K/16] lost against FP8 `weight` [N, K]; compiled only."""
-    from quantkit.kernels.nvfp4_error import nvfp4_error as kernel
+    from quantkit.kernels.convert.nvfp4_error import nvfp4_error as kernel
 
     return kernel(weight, scale, block, packed, out_scale, multiplier)
 
@@ -280,6 +280,6 @@ def float_nvfp4_error(
 
     slack  how far `weight` may be, relatively, from the numbers that the codes were made from
     """
-    from quantkit.kernels.nvfp4_error import float_nvfp4_error as kernel
+    from quantkit.kernels.convert.nvfp4_error import float_nvfp4_error as kernel
 
     return kernel(weight, packed, out_scale, multiplier, slack)

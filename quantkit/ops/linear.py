@@ -1,6 +1,6 @@
 """Products with stored weights, x @ W^T, dense or for routed experts: the kernel that suits device and type of x.
 
-    compiled   on CPUs, for BF16: loops over the weights as they are stored (`kernels.cpu_linear`)
+    compiled   on CPUs, for BF16: loops over the weights as they are stored (`kernels.cpu.linear`)
     triton     on GPUs: INT4 and NVFP4 fused (`kernels.gpu.w4a16`), FP8 decoded and multiplied by torch
     reference  for float32: weights decoded exactly, and multiplied by torch
 
@@ -21,7 +21,7 @@ from quantkit.formats import int4 as int4_format
 from quantkit.formats import nvfp4 as nvfp4_format
 
 if TYPE_CHECKING:
-    from quantkit.kernels.cpu_linear import Weights
+    from quantkit.kernels.cpu.linear import Weights
 
 Backend = Literal["compiled", "triton", "reference"]
 
@@ -37,7 +37,7 @@ def fp8_block(
     """x [M, K] times `weight` float8_e4m3fn [N, K] with `scale` float32 [ceil(N/rows), ceil(K/columns)] of `block`."""
     backend = backend or _choose(x, weight)
     if backend == "compiled":
-        from quantkit.kernels.cpu_linear import fp8_block_linear
+        from quantkit.kernels.cpu.linear import fp8_block_linear
 
         return fp8_block_linear(x, weight, scale, block, ids)
 
@@ -62,7 +62,7 @@ def int4(
     words = packed.shape[-1] % scale.shape[-1] == 0  # each has one scale; else it is nobody's kernel
     match backend or (_choose(x, packed) if words else "reference"):
         case "compiled":
-            from quantkit.kernels.cpu_linear import int4_linear
+            from quantkit.kernels.cpu.linear import int4_linear
 
             return int4_linear(x, packed, scale, ids)
         case "triton":
@@ -81,7 +81,7 @@ def nvfp4(
     """x [M, K] times `packed` uint8 [N, K/2] with `scale` float8_e4m3fn [N, K/16] and `multiplier` float32 []."""
     match backend or _choose(x, packed):
         case "compiled":
-            from quantkit.kernels.cpu_linear import nvfp4_linear
+            from quantkit.kernels.cpu.linear import nvfp4_linear
 
             return nvfp4_linear(x, packed, scale, multiplier, ids)
         case "triton":
@@ -96,7 +96,7 @@ def plain(
     """x [M, K] times `weight` [N, K] of any type of floats. BF16 weights meet float32 x as they are."""
     is_bf16 = weight.dtype == torch.bfloat16
     if (backend or ("compiled" if is_bf16 and meets_loops(x, weight) else "reference")) == "compiled":
-        from quantkit.kernels.cpu_linear import plain_linear
+        from quantkit.kernels.cpu.linear import plain_linear
 
         return plain_linear(x, weight, ids)
     return _decoded(x, ids, (weight,), lambda codes: codes.to(x.dtype))
@@ -109,18 +109,18 @@ def compiled_weights(
     block: tuple[int, int] | None = None,
 ) -> "Weights | None":
     """Weights of any kind made ready, in the same memory, for `compiled`; None where there are no loops for them."""
-    from quantkit.kernels import cpu_linear
+    from quantkit.kernels.cpu import linear
 
     if codes.device.type != "cpu":
         return None
     if scale is None:
-        return cpu_linear.plain_weights(codes) if codes.dtype == torch.bfloat16 else None
+        return linear.plain_weights(codes) if codes.dtype == torch.bfloat16 else None
     if codes.dtype == torch.float8_e4m3fn:
         assert block is not None
-        return cpu_linear.fp8_block_weights(codes, scale, block)
+        return linear.fp8_block_weights(codes, scale, block)
     if multiplier is not None:
-        return cpu_linear.nvfp4_weights(codes, scale, multiplier)
-    return cpu_linear.int4_weights(codes, scale) if codes.shape[-1] % scale.shape[-1] == 0 else None
+        return linear.nvfp4_weights(codes, scale, multiplier)
+    return linear.int4_weights(codes, scale) if codes.shape[-1] % scale.shape[-1] == 0 else None
 
 
 def meets_loops(x: torch.Tensor, codes: torch.Tensor) -> bool:
@@ -130,7 +130,7 @@ def meets_loops(x: torch.Tensor, codes: torch.Tensor) -> bool:
 
 def compiled(x: torch.Tensor, weights: "Weights", ids: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K] times weights that are ready."""
-    from quantkit.kernels.cpu_linear import multiply
+    from quantkit.kernels.cpu.linear import multiply
 
     return multiply(x, weights, ids)
 
@@ -140,7 +140,7 @@ def heads(x: torch.Tensor, weight: torch.Tensor, ready: "Weights | None" = None)
     ready = ready or compiled_weights(weight)
     if ready is None:
         return torch.einsum("thk,hnk->thn", x, weight)
-    from quantkit.kernels.cpu_linear import multiply_each
+    from quantkit.kernels.cpu.linear import multiply_each
 
     return multiply_each(x, ready)
 
@@ -151,7 +151,7 @@ def decode_fp8_block(
     """The numbers of an FP8 matrix: the product rounded to float32, and then to `dtype`."""
     if weight.device.type != "cpu":
         return fp8_format.dequantize(weight, scale, block, dtype)
-    from quantkit.kernels.cpu_linear import fp8_block_decode
+    from quantkit.kernels.cpu.linear import fp8_block_decode
 
     return fp8_block_decode(weight, scale, block).to(dtype)
 
@@ -160,7 +160,7 @@ def decode_int4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     """The numbers of an INT4 matrix, exact in float32, in `dtype`."""
     if packed.device.type != "cpu":
         return int4_format.dequantize(int4_format.unpack(packed), scale, dtype)
-    from quantkit.kernels.cpu_linear import int4_decode
+    from quantkit.kernels.cpu.linear import int4_decode
 
     return int4_decode(packed, scale).to(dtype)
 
@@ -172,7 +172,7 @@ def decode_nvfp4(
     if packed.device.type != "cpu":
         exact = nvfp4_format.dequantize(nvfp4_format.unpack(packed), scale, 0, torch.float64)
         return (exact * multiplier).to(dtype)
-    from quantkit.kernels.cpu_linear import nvfp4_decode
+    from quantkit.kernels.cpu.linear import nvfp4_decode
 
     return nvfp4_decode(packed, scale, float(multiplier)).to(dtype)
 

@@ -48,7 +48,7 @@ class ScaleMethod(StrEnum):
 
     @property
     def divisors(self) -> tuple[tuple[int, int], ...]:
-        """INT4's candidates as (numerator, denominator), all of them safe (`quantkit.kernels.int4_tables`).
+        """INT4's candidates as (numerator, denominator), all of them safe (`quantkit.kernels.convert.int4_tables`).
 
         Of the 27 safe divisors in 6..14 with denominators up to 10, the ten that give the smallest squared error on
         Gaussian weights rounded to FP8, with and without signs, over g = 32, 64 and 128; all 27 gain 0.15 % more.

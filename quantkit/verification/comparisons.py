@@ -27,8 +27,8 @@ from quantkit.weights.rows import Reader, byte_ranges, row_ranges
 from quantkit.weights.weight import Encoding, Weight
 
 if TYPE_CHECKING:
-    from quantkit.kernels.int4_error import Int4Error
-    from quantkit.kernels.nvfp4_error import Nvfp4Error
+    from quantkit.kernels.convert.int4_error import Int4Error
+    from quantkit.kernels.convert.nvfp4_error import Nvfp4Error
 
 BF16_UNIT = 2.0**-8 * (1 + 2.0**-15)  # half a unit in the last place; the product was rounded to float32 before
 FOUR_BITS = (Encoding.INT4, Encoding.NVFP4)

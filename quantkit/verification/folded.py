@@ -22,8 +22,8 @@ from quantkit.weights.rows import Reader, row_ranges
 from quantkit.weights.weight import Encoding, Weight
 
 if TYPE_CHECKING:
-    from quantkit.kernels.int4_error import Int4Error
-    from quantkit.kernels.nvfp4_error import Nvfp4Error
+    from quantkit.kernels.convert.int4_error import Int4Error
+    from quantkit.kernels.convert.nvfp4_error import Nvfp4Error
 
 _HINT = "Fold again, from the checkpoint that it was made from."
 

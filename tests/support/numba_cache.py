@@ -14,7 +14,7 @@ from support.paths import GLM_TINY, ROOT
 
 def use_cache() -> None:
     """Let numba, which must not have been imported, and the processes to come use the folder of these kernels."""
-    sources = b"".join(path.read_bytes() for path in sorted((ROOT / "kernels").glob("*.py")))
+    sources = b"".join(path.read_bytes() for path in sorted((ROOT / "kernels").rglob("*.py")))
     os.environ["NUMBA_CACHE_DIR"] = str(ROOT / "build" / "numba" / hashlib.sha256(sources).hexdigest()[:16])
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quantkit.kernels.cpu_page_check import has_generations
+from quantkit.kernels.cpu.page_check import has_generations
 from quantkit.ops import pages as ops
 from quantkit.runtime.allocator import NOTHING, Generations
 from quantkit.runtime.integrity.causes import Cause

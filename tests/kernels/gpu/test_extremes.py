@@ -13,7 +13,7 @@ import torch
 from quantkit import ops
 from quantkit.formats import fp8_block, nvfp4
 from quantkit.kernels import pages as layouts
-from quantkit.kernels.cpu_linear import fp8_block_linear, int4_linear, nvfp4_linear
+from quantkit.kernels.cpu.linear import fp8_block_linear, int4_linear, nvfp4_linear
 from quantkit.kernels.gpu import fp8_block_dequantize, int4_dequantize, nvfp4_dequantize, w4a16_gemv, w4a16_matmul
 from quantkit.kernels.gpu.kv_write import write_gqa, write_mla
 from quantkit.kernels.gpu.page_digest import page_digest

@@ -4,8 +4,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.convert.nvfp4_groups import NUMBERS
 from quantkit.kernels.e4m3 import VALUES
-from quantkit.kernels.nvfp4_groups import NUMBERS
 
 _NUMBERS = np.concatenate((NUMBERS, -NUMBERS))  # [16] float64
 _UNIT = np.float32(2.0**120)  # an E4M3 byte moved under float32's exponent is 2^-120 of its number

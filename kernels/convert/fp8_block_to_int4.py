@@ -8,10 +8,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.convert.int4_groups import RAISED, pack, store_scale
+from quantkit.kernels.convert.int4_search import Divisor, candidates, choose, ratio_table
+from quantkit.kernels.convert.int4_tables import code_tables
 from quantkit.kernels.e4m3 import NAN_BYTE, SMALLEST_SCALE, VALUES
-from quantkit.kernels.int4_groups import RAISED, pack, store_scale
-from quantkit.kernels.int4_search import Divisor, candidates, choose, ratio_table
-from quantkit.kernels.int4_tables import code_tables
 from quantkit.kernels.vectors import LANES, largest_magnitude
 
 _UNKNOWN, _DIVIDE = -2, -1  # instead of where a code table begins

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit import ops
-from quantkit.kernels.nvfp4_groups import Nvfp4Counts
+from quantkit.kernels.convert.nvfp4_groups import Nvfp4Counts
 
 Packed = tuple[ops.Bytes, ops.Bytes, Nvfp4Counts]
 BACKENDS: tuple[ops.Backend, ...] = ("compiled", "reference")

@@ -1,4 +1,4 @@
-"""The compiled loops of `cpu_linear`: rows of packed weights, of one matrix or of chosen experts, times rows of x.
+"""The compiled loops of `linear`: rows of packed weights, of one matrix or of chosen experts, times rows of x.
 
 Rows of weights are taken two or four at a time with up to four rows of x, so that a vector of weights is made once for
 these. For four rows of x or fewer they are rows that lie far apart, so that memory is read in two or four streams that
@@ -15,9 +15,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.arranging import arrange, give
-from quantkit.kernels.code_vectors import STEP, STEP4, WIDTH
-from quantkit.kernels.dot_vectors import AT, copy_bytes, dot, peek, poke
+from quantkit.kernels.cpu.arranging import arrange, give
+from quantkit.kernels.cpu.code_vectors import STEP, STEP4, WIDTH
+from quantkit.kernels.cpu.dot_vectors import AT, copy_bytes, dot, peek, poke
 
 CHUNK = 2048  # columns, or less, of whole blocks; four rows of x take a first-level cache
 _BLOCK_ROWS = 32  # of weights, for many rows of x

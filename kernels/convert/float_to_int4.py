@@ -8,8 +8,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.int4_groups import pack, store_scale
-from quantkit.kernels.int4_search import RATIO_ONE, Divisor, candidates, choose
+from quantkit.kernels.convert.int4_groups import pack, store_scale
+from quantkit.kernels.convert.int4_search import RATIO_ONE, Divisor, candidates, choose
 
 
 def float_to_int4(

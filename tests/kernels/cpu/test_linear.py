@@ -13,7 +13,7 @@ import torch
 
 from quantkit.eval.bench import kernel_speed
 from quantkit.formats import fp8_block, int4, nvfp4
-from quantkit.kernels import cpu_linear
+from quantkit.kernels.cpu import linear as cpu_linear
 from quantkit.ops import linear
 from support.tiers import exhaustive
 
@@ -161,7 +161,7 @@ def test_any_machine_gives_the_same_bits(tmp_path: Path) -> None:
     """Without AVX2 and fused products in the processor the sums are the same."""
     script = """if True:
         import torch
-        from quantkit.kernels.cpu_linear import int4_linear
+        from quantkit.kernels.cpu.linear import int4_linear
         torch.manual_seed(1)
         packed, scale = torch.randint(-(2**31), 2**31, (5, 12)).int(), torch.rand(5, 3).bfloat16()
         print(int4_linear(torch.randn(3, 96), packed, scale).view(torch.int32).tolist())

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.kernels import arranging, cpu_decode, packed_rows
-from quantkit.kernels.dot_vectors import AT
-from quantkit.kernels.packed_rows import Layout, Pairs, Segments
+from quantkit.kernels.cpu import arranging, decoding, packed_rows
+from quantkit.kernels.cpu.dot_vectors import AT
+from quantkit.kernels.cpu.packed_rows import Layout, Pairs, Segments
 
 _DECODED = 64  # more rows of x than these meet decoded weights
 _TILE_BYTES = 1 << 21
@@ -190,21 +190,21 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | None
 def fp8_block_decode(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The numbers of an FP8 matrix, float32 [N, K]."""
     out = torch.empty(weight.shape, dtype=torch.float32)
-    cpu_decode.fp8_to_float32(weight.view(torch.uint8).numpy(), scale.numpy(), block, out.numpy())
+    decoding.fp8_to_float32(weight.view(torch.uint8).numpy(), scale.numpy(), block, out.numpy())
     return out
 
 
 def int4_decode(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The numbers of an INT4 matrix, float32 [N, K]."""
     out = torch.empty(len(packed), packed.shape[1] * 8)
-    cpu_decode.int4_to_float32(packed.numpy().view(np.uint32), scale.view(torch.uint16).numpy(), out.numpy())
+    decoding.int4_to_float32(packed.numpy().view(np.uint32), scale.view(torch.uint16).numpy(), out.numpy())
     return out
 
 
 def nvfp4_decode(packed: torch.Tensor, scale: torch.Tensor, multiplier: float) -> torch.Tensor:
     """The numbers of an NVFP4 matrix, float32 [N, K]."""
     out = torch.empty(len(packed), packed.shape[1] * 2)
-    cpu_decode.nvfp4_to_float32(packed.numpy(), scale.view(torch.uint8).numpy(), multiplier, out.numpy())
+    decoding.nvfp4_to_float32(packed.numpy(), scale.view(torch.uint8).numpy(), multiplier, out.numpy())
     return out
 
 

@@ -1,4 +1,4 @@
-"""Dot products of packed weights with rows of x, spelled out as vectors for the compiled loops of `cpu_linear`.
+"""Dot products of packed weights with rows of x, spelled out as vectors for the compiled loops of `linear`.
 
 Weights are taken as checkpoints store them (`code_vectors`), and never rounded. A step turns some of them into vectors,
 each of which is multiplied with the rows of x in turn: float32 with float32, products and sums fused; or, of 4 bits,
@@ -16,8 +16,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quantkit.kernels.arranging import PLACES
-from quantkit.kernels.code_vectors import (
+from quantkit.kernels.cpu.arranging import PLACES
+from quantkit.kernels.cpu.code_vectors import (
     BYTE,
     E4M3_NAN,
     FLOAT,

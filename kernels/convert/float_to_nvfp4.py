@@ -8,8 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.e4m3 import VALUES
-from quantkit.kernels.nvfp4_groups import (
+from quantkit.kernels.convert.nvfp4_groups import (
     CANDIDATES,
     CANDIDATES_ROW,
     FULL_RANGE,
@@ -19,7 +18,8 @@ from quantkit.kernels.nvfp4_groups import (
     is_raised,
     plain_scale,
 )
-from quantkit.kernels.nvfp4_vectors import best_by_value, largest_value, pack_values
+from quantkit.kernels.convert.nvfp4_vectors import best_by_value, largest_value, pack_values
+from quantkit.kernels.e4m3 import VALUES
 
 
 def float_to_nvfp4(

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quantkit.kernels.nvfp4_groups import GROUP_SIZE, MIDPOINTS, SEARCHED
+from quantkit.kernels.convert.nvfp4_groups import GROUP_SIZE, MIDPOINTS, SEARCHED
 from quantkit.kernels.vectors import at, load, reduce, splat
 
 _INDEX = numba.types.uint64

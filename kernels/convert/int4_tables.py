@@ -17,8 +17,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.convert.int4_search import Divisor
 from quantkit.kernels.e4m3 import NAN_BYTE, VALUES
-from quantkit.kernels.int4_search import Divisor
 
 _MAGNITUDES = np.rint(VALUES[:NAN_BYTE] * 512).astype(np.int64)  # in units of the smallest, 2^-9
 

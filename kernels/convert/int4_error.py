@@ -11,8 +11,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.convert.int4_groups import CODES_PER_WORD
 from quantkit.kernels.e4m3 import VALUES
-from quantkit.kernels.int4_groups import CODES_PER_WORD
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.e4m3 import NAN_BYTE, VALUES
-from quantkit.kernels.nvfp4_groups import (
+from quantkit.kernels.convert.nvfp4_groups import (
     CANDIDATES,
     CANDIDATES_ROW,
     FULL_RANGE,
@@ -27,7 +26,8 @@ from quantkit.kernels.nvfp4_groups import (
     is_raised,
     plain_scale,
 )
-from quantkit.kernels.nvfp4_vectors import best_by_byte, largest_byte, pack_bytes, store_errors
+from quantkit.kernels.convert.nvfp4_vectors import best_by_byte, largest_byte, pack_bytes, store_errors
+from quantkit.kernels.e4m3 import NAN_BYTE, VALUES
 
 _STRIDE = 136  # of the table of errors: room for all candidates, and 17 cache lines, which spreads rows over all sets
 _FIRST = SMALLEST - 1  # the scale of the table's first column, which is never chosen
