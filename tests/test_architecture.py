@@ -1,6 +1,7 @@
 """The structure that the README draws: imports go down, a library has one user, files are short, tests in rooms."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +27,10 @@ LAYERS = {
     "runtime": 8,
     "inspection": 8,
     "verification": 8,
-    "card": 8,
     "calibration": 9,
     "conversion": 9,
     "folding": 9,
-    "publish": 9,
+    "publishing": 9,
     "planning": 10,
     "eval": 10,
     "console": 11,
@@ -46,7 +46,7 @@ USERS = {  # the one module that imports a library; YAML is formats that have no
     "jinja2": {"runtime"},
     "triton": {"kernels"},
     "matplotlib": {"calibration"},
-    "yaml": {"recipe", "card", "planning"},  # recipes, the metadata of model cards, the table of GPUs
+    "yaml": {"recipe", "publishing", "planning"},  # recipes, the metadata of model cards, the table of GPUs
 }
 TEXTS = {
     path.relative_to(ROOT): path.read_text()
@@ -92,6 +92,16 @@ def test_imports_go_down() -> None:
         if (module := module_of(path)) and (names := [name for name in found if not goes_down(module, name)])
     }
     assert rising == {}
+
+
+def test_readme_draws_the_layers() -> None:
+    """The tree of the README names every room, below the rooms that it imports."""
+    drawn = (ROOT / "README.md").read_text().partition("quantkit/          the package")[2].partition("\nkernels/")[0]
+    lines = [line[2:19].replace("/", " ").split() for line in drawn.splitlines()[1:]]
+
+    assert {room for line in lines for room in line} == LAYERS.keys()
+    layers = [[LAYERS[room] for room in line] for line in lines]
+    assert all(max(upper) <= min(lower) for upper, lower in itertools.pairwise(layers))
 
 
 def test_one_user() -> None:

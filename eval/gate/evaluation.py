@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from quantkit.card import gate_table
 from quantkit.errors import UsageError
 from quantkit.eval.gate import runs
 from quantkit.eval.gate.arms import Answers, Arms
@@ -27,6 +26,7 @@ from quantkit.eval.gate.report_files import write_report_files
 from quantkit.eval.gate.task_specs import PUBLISHED, TaskSpec
 from quantkit.eval.gate.text_tasks import continuation_task
 from quantkit.report import AccuracyReport, DistributionReport, Verdict
+from quantkit.report.gate_table import gate_table
 from quantkit.runtime.cache_options import CacheOptions
 
 SUITES = ("published", "offline", "quick")

@@ -43,13 +43,13 @@ def push(
 
     quantkit push ./GLM-5.2-INT4 me/GLM-5.2-INT4 --against ./GLM-5.2-FP8
     """
-    from quantkit import console, publish
+    from quantkit import console, publishing
 
     if not (yes or dry_run or sys.stdin.isatty()):
         raise UsageError("nothing is sent unasked, and there is no terminal to ask on", hint="Give --yes or --dry-run.")
-    target = publish.Target(repo, private, revision, create_pr)
+    target = publishing.Target(repo, private, revision, create_pr)
     with console.progress("checking") as start:
-        publication = publish.preflight(
+        publication = publishing.preflight(
             folder, target, against=against, gate=gate, no_gate=no_gate, workers=workers, progress=start
         )
     report = publication.report()
@@ -60,5 +60,5 @@ def push(
         )
         if not yes:
             typer.confirm(question, abort=True, err=True)
-        report = publish.publish(publication)
+        report = publishing.publish(publication)
     console.show(report, as_json=as_json)

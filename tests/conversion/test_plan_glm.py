@@ -6,7 +6,7 @@ from functools import lru_cache
 import pytest
 
 from quantkit.conversion.plan import Plan, make_plan
-from quantkit.publish.preflight import LARGEST_FILE
+from quantkit.publishing.preflight import LARGEST_FILE
 from quantkit.recipe import load_recipe
 from support.headers import published
 from support.plans import BF16_REST, INT4, count_labels

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.card import gate_table
 from quantkit.choices import KvDtype
 from quantkit.errors import CacheError, RequestError, SourceError, UsageError
 from quantkit.eval.gate import accuracy, loading, paged_model
@@ -22,6 +21,7 @@ from quantkit.eval.gate.runs import Fault, TaskRun
 from quantkit.eval.gate.task_specs import TaskSpec
 from quantkit.models import load as load_decoder
 from quantkit.report import AccuracyReport, Verdict
+from quantkit.report.gate_table import gate_table
 from quantkit.runtime.cache_options import CacheOptions
 from quantkit.runtime.paged_cache import PagedCache, Segment
 from quantkit.runtime.pages import PagePool, cache_spec

@@ -5,14 +5,15 @@ text       source and recipe, sizes, error by role, accuracy gate, how to serve 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from quantkit.errors import SourceError
-from quantkit.report import AccuracyReport, Comparison, DistributionReport, File, Manifest, Verification
+from quantkit.report import AccuracyReport, Comparison, File, Manifest, Verification
+from quantkit.report.gate_table import gate_table, markdown_table, shown_name
 
 CARD_FILE = "README.md"
 NO_GATE = (
@@ -79,29 +80,6 @@ def make_card(facts: Facts) -> str:
     return f"---\n{metadata}---\n\n" + "\n\n".join(filter(None, (*sections, _serving(facts), _files(facts)))) + "\n"
 
 
-def gate_table(report: AccuracyReport) -> str:
-    """An accuracy report in Markdown: a row for each task and for all items, the verdict, and the distributions.
-
-    Accuracies in %, differences (candidate minus baseline) and their bounds in percentage points.
-    """
-    headings = ("task", "metric", "n", "baseline", "candidate", "difference", "lower", "upper", "lost / gained", "p")
-    rows = [_comparison(entry) for entry in report.tasks]
-    if report.pooled and len(report.tasks) > 1:
-        rows.append(_comparison(report.pooled))
-    parts = [_table(headings, rows, left=2)] if rows else []
-    parts.append(_verdict(report))
-    if rows:
-        parts.append(
-            "Accuracies in %; differences are candidate minus baseline, in points, with one-sided 95 % bounds each; "
-            "`lost` and `gained` are the items that only the baseline, or only the candidate, has right; p is of "
-            "McNemar's exact test, by Holm over the tasks."
-        )
-    parts += [_distribution(report.distribution)] if report.distribution else []
-    parts += [_pages(report.pages)] if report.pages else []
-    parts += [f"Note: {warning}." for warning in report.warnings]
-    return "\n\n".join(parts)
-
-
 # --- metadata
 
 
@@ -155,7 +133,11 @@ def _result(entry: Comparison) -> dict[str, Any]:
 
 def _source(facts: Facts) -> str:
     source, recipe = facts.manifest.source, facts.manifest.recipe
-    what = f"`{facts.source_repo}` at revision `{source.revision}`" if facts.source_repo else f"`{_shown(source.name)}`"
+    what = (
+        f"`{facts.source_repo}` at revision `{source.revision}`"
+        if facts.source_repo
+        else f"`{shown_name(source.name)}`"
+    )
     recipe_text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=100)
     return (
         f"{what}, converted by quantkit {facts.manifest.version} with the recipe `{recipe['name']}`: "
@@ -171,14 +153,14 @@ def _sizes(manifest: Manifest) -> str:
     before, after = manifest.source.total_bytes, manifest.total_bytes
     rows.append(("**all**", "", "", "", f"{before:,}", f"{after:,}"))
     ratio = f" ({after / before:.1%})" if before else ""
-    table = _table(("weights", "from", "to", "number", "bytes before", "bytes after"), rows, left=3)
+    table = markdown_table(("weights", "from", "to", "number", "bytes before", "bytes after"), rows, left=3)
     return f"## Sizes\n\n{_megabytes(before)} became {_megabytes(after)}{ratio}.\n\n{table}"
 
 
 def _errors(verification: Verification | None) -> str:
     if verification is None:
         return ""
-    checks = _table(
+    checks = markdown_table(
         ("check", "covered"), [(check.name, check.note) for check in verification.checks if check.problems == 0], left=2
     )
     text = f"## Verification\n\n`quantkit verify` found nothing wrong.\n\n{checks}"
@@ -195,7 +177,7 @@ def _errors(verification: Verification | None) -> str:
         )
         for entry in verification.errors
     ]
-    table = _table(("weights", "format", "number", "RMS", "SQNR dB", "worst weight's RMS"), rows, left=2)
+    table = markdown_table(("weights", "format", "number", "RMS", "SQNR dB", "worst weight's RMS"), rows, left=2)
     meaning = "Error against the source: root mean square, relative to the weights'. What is not listed was copied."
     return f"{text}\n\n{meaning}\n\n{table}"
 
@@ -203,7 +185,8 @@ def _errors(verification: Verification | None) -> str:
 def _gate(report: AccuracyReport | None) -> str:
     if report is None:
         return f"## Accuracy\n\n{NO_GATE}"
-    return f"## Accuracy\n\n`{_shown(report.candidate)}` against `{_shown(report.baseline)}`.\n\n{gate_table(report)}"
+    candidate, baseline = shown_name(report.candidate), shown_name(report.baseline)
+    return f"## Accuracy\n\n`{candidate}` against `{baseline}`.\n\n{gate_table(report)}"
 
 
 def _serving(facts: Facts) -> str:
@@ -223,59 +206,11 @@ def _serving(facts: Facts) -> str:
 
 def _files(facts: Facts) -> str:
     rows = [(f"`{name}`", f"`{file.sha256}`", f"{file.nbytes:,}") for name, file in sorted(facts.files.items())]
-    table = _table(("file", "sha256", "bytes"), rows, left=2)
+    table = markdown_table(("file", "sha256", "bytes"), rows, left=2)
     return f"## Files\n\n<details>\n<summary>{len(rows)} files and their sha256</summary>\n\n{table}\n\n</details>"
 
 
-# --- the gate's report
-
-
-def _comparison(entry: Comparison) -> tuple[str, ...]:
-    return (
-        entry.task,
-        f"{entry.metric} ({entry.filter})" if entry.filter else entry.metric,
-        f"{entry.items:,}",
-        f"{entry.baseline_correct / entry.items:.2%}".rstrip("%"),
-        f"{entry.candidate_correct / entry.items:.2%}".rstrip("%"),
-        f"{entry.difference * 100:+.2f}",
-        f"{entry.lower * 100:+.2f}",
-        f"{entry.upper * 100:+.2f}",
-        f"{entry.lost} / {entry.gained}",
-        f"{entry.adjusted_p_value:.3f}",
-    )
-
-
-def _verdict(report: AccuracyReport) -> str:
-    allowed = f"allowed drop {report.max_drop * 100:.2g} points, rule `{report.rule}`, suite `{report.suite}`"
-    needed = f" About {report.needed_items:,} items would decide." if report.needed_items else ""
-    reasons = "".join(f"\n- {reason}" for reason in report.reasons)
-    return f"Verdict: **{report.verdict}** ({allowed}).{needed}" + (f"\n{reasons}" if reasons else "")
-
-
-def _distribution(report: DistributionReport) -> str:
-    return (
-        f"On {report.scored_tokens:,} tokens of `{_shown(report.text)}`: KL divergence {report.kl_divergence:.5f} nats "
-        f"per token, the same first token {report.top1_agreement:.2%}, flips {report.flips:.2%}, bits per byte "
-        f"{report.baseline_bits_per_byte:.4f} before and {report.candidate_bits_per_byte:.4f} after."
-    )
-
-
-def _pages(pages: Mapping[str, Mapping[str, str]]) -> str:
-    kept = {arm: ", ".join(f"{key} `{_shown(value)}`" for key, value in each.items()) for arm, each in pages.items()}
-    arms = "; ".join(f"{arm}: {what}" for arm, what in kept.items())
-    return f"Run by quantkit's paged runtime in float32, on weights as they are stored, and pages of {arms}."
-
-
 # --- text
-
-
-def _table(headings: Iterable[str], rows: Iterable[Iterable[str]], *, left: int) -> str:
-    """A Markdown table whose first `left` columns are text; the others are numbers."""
-    headings = tuple(headings)
-    rules = ("---" if column < left else "---:" for column in range(len(headings)))
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in (headings, rules, *rows)
-    )
 
 
 def _megabytes(nbytes: int) -> str:
@@ -288,9 +223,3 @@ def _name(facts: Facts) -> str:
 
 def _role(role: str, mtp: bool) -> str:
     return f"{role} (MTP)" if mtp else role
-
-
-def _shown(name: str) -> str:
-    """A Hub id or an alias as it is; of a path the last part: the rest is nobody's business."""
-    parts = name.rstrip("/").split("/")
-    return name if len(parts) <= 2 and parts[0] not in ("", ".", "..", "~") else parts[-1]

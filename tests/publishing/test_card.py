@@ -11,9 +11,10 @@ import yaml
 from huggingface_hub import ModelCard
 
 import quantkit
-from quantkit.card import NO_GATE, Card, Facts, gate_table, make_card, parse_card
 from quantkit.errors import SourceError
+from quantkit.publishing.card import NO_GATE, Card, Facts, make_card, parse_card
 from quantkit.report import AccuracyReport, Comparison, DistributionReport, File, Manifest, PositionRange, Verdict
+from quantkit.report.gate_table import gate_table
 
 TASK = Comparison(
     task="gsm8k",

@@ -2,6 +2,7 @@
 
 preflight    everything that can be refused is refused before a byte is sent: all problems at once
 publication  what is to be sent, in which order, and what the Hub has already
+card         the model card: README.md, made from what was measured
 
     weights, in batches   side files   card   index and config
 
@@ -13,8 +14,8 @@ from dataclasses import replace
 
 from quantkit import remote
 from quantkit.errors import CheckFailed, RemoteError
-from quantkit.publish.preflight import preflight
-from quantkit.publish.publication import Publication, Target
+from quantkit.publishing.preflight import preflight
+from quantkit.publishing.publication import Publication, Target
 from quantkit.remote import Commit, PublishReport, Upload
 
 __all__ = ["Publication", "Target", "preflight", "publish"]

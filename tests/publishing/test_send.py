@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from quantkit.card import NO_GATE, parse_card
 from quantkit.checkpoint.digest import GATE_FILE
-from quantkit.publish import Publication, Target
+from quantkit.publishing import Publication, Target
+from quantkit.publishing.card import NO_GATE, parse_card
 from quantkit.remote import Upload
 from quantkit.report import File, Verdict
 from support.hub.pushing import (

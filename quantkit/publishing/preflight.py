@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from quantkit import remote
-from quantkit.card import CARD_FILE, Card, Facts, make_card, parse_card
 from quantkit.checkpoint.digest import GATE_FILE, digest_of, earlier_digests, hash_files, list_files
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE
 from quantkit.checkpoint.writer import MANIFEST_FILE, file_of
 from quantkit.errors import CheckFailed, QuantkitError, SourceError, UsageError
-from quantkit.publish.publication import Publication, Target
+from quantkit.publishing.card import CARD_FILE, Card, Facts, make_card, parse_card
+from quantkit.publishing.publication import Publication, Target
 from quantkit.recipe import find_alias
 from quantkit.remote import RemoteFile, Repository, Upload
 from quantkit.report import AccuracyReport, File, Manifest, Verdict, Verification

@@ -6,8 +6,8 @@ from functools import cached_property
 from itertools import groupby
 
 from quantkit import remote
-from quantkit.card import CARD_FILE
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
+from quantkit.publishing.card import CARD_FILE
 from quantkit.remote import Commit, PublishReport, RemoteFile, Repository, Upload
 
 _STAGES = ("weights", "side files", "card", "index and config")
