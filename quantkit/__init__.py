@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.calibration import calibrate
+    from quantkit.checkpoint.manifest import Manifest
     from quantkit.conversion import Options, convert, preview
     from quantkit.conversion.respelling import respell
     from quantkit.errors import QuantkitError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from quantkit.planning.fit import Deployment, plan_serving
     from quantkit.planning.phases import Target, plan_phases
     from quantkit.recipe import Recipe, load_recipe
-    from quantkit.report import Manifest
     from quantkit.verification import verify
 
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
 
 _HOMES = {
     "Deployment": "planning.fit",
-    "Manifest": "report",
+    "Manifest": "checkpoint.manifest",
     "Options": "conversion",
     "QuantkitError": "errors",
     "Recipe": "recipe",

@@ -11,24 +11,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from quantkit.checkpoint.manifest import Manifest
 from quantkit.engines.report import Compatibility
 from quantkit.errors import OutputError, QuantkitError
+from quantkit.eval.gate.report import AccuracyReport, Comparison, Verdict
+from quantkit.inspection import Inspection
 from quantkit.planning.deployment import DriftReport, PhasePlan
 from quantkit.planning.fit_tables import tables as capacity_tables
 from quantkit.planning.phase_tables import drift_table, launch_texts, phase_tables
 from quantkit.planning.report import CapacityReport, PublishedFigures
-from quantkit.records import TextTable
+from quantkit.records import Report, TextTable
 from quantkit.remote import PublishReport
-from quantkit.report import (
-    AccuracyReport,
-    Check,
-    Comparison,
-    Inspection,
-    Manifest,
-    Report,
-    Verdict,
-    Verification,
-)
+from quantkit.verification.report import Check, Verification
 
 _MOST_TASKS = 20  # in a table
 _FILE_WIDTH = 160  # of tables that go to a file or a pipe

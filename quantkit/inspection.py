@@ -2,12 +2,56 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from quantkit.families.locate import describe_model
-from quantkit.report import Holding, Inspection, LayerGroup
+from quantkit.records import Report
 from quantkit.weights.weight import Weight, read_weights
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The weights of one role that are stored alike: how many, their numbers and their bytes, scales included."""
+
+    role: str
+    mtp: bool
+    format: str
+    weights: int
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that hold the same: `layers` as `0-2, 6`, then what each of them holds.
+
+    weights  their number in one layer, by `role: format`
+    nbytes   of one layer
+    """
+
+    layers: str
+    mtp: bool
+    num_layers: int
+    weights: dict[str, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection(Report):
+    """What a checkpoint holds."""
+
+    checkpoint: str
+    model_type: str
+    num_shards: int
+    num_tensors: int
+    parameters: int
+    total_bytes: int
+    quantization: str | None
+    holdings: tuple[Holding, ...]
+    layers: tuple[LayerGroup, ...]
+    warnings: tuple[str, ...]
 
 
 def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:

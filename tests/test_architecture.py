@@ -14,7 +14,6 @@ LAYERS = {
     "records": 0,
     "choices": 0,
     "recipe": 1,
-    "report": 1,
     "formats": 1,
     "kernels": 2,
     "ops": 3,
@@ -30,11 +29,11 @@ LAYERS = {
     "calibration": 9,
     "conversion": 9,
     "folding": 9,
-    "publishing": 9,
+    "publishing": 11,
     "planning": 10,
     "eval": 10,
-    "console": 11,
-    "cli": 12,
+    "console": 12,
+    "cli": 13,
 }
 USERS = {  # the one module that imports a library; YAML is formats that have nothing in common
     "huggingface_hub": {"remote"},

@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.records import TextTable
-from quantkit.report import Report
+from quantkit.records import Report, TextTable
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.records import TextTable
-from quantkit.report import Report
+from quantkit.records import Report, TextTable
 
 LIMIT = 0.01  # of what `tags` may cost, upper bounds included
 

@@ -16,8 +16,8 @@ from quantkit.eval.gate.distribution import compare_loaded
 from quantkit.eval.gate.history import History
 from quantkit.eval.gate.loading import Loaded, load_tokenizer
 from quantkit.eval.gate.paged_model import take_remarks
+from quantkit.eval.gate.report import DistributionReport
 from quantkit.eval.gate.task_specs import TaskSpec
-from quantkit.report import DistributionReport
 from quantkit.verification import verify
 from quantkit.weights.weight import Encoding, read_weights
 

@@ -23,7 +23,7 @@ from fractions import Fraction
 
 from quantkit.errors import UsageError
 from quantkit.eval.gate import paired
-from quantkit.report import Comparison, Verdict
+from quantkit.eval.gate.report import Comparison, Verdict
 
 RULES = ("paired", "point")
 POOL = "all tasks"  # the name of all items together

@@ -18,7 +18,7 @@ import torch
 
 from quantkit.errors import SourceError, UsageError
 from quantkit.eval.gate.loading import Loaded, check_measurable, load
-from quantkit.report import DistributionReport, PositionRange
+from quantkit.eval.gate.report import DistributionReport, PositionRange
 
 _BATCH = 8  # windows in one forward pass
 _POSITION_RANGES = 8

@@ -21,12 +21,12 @@ from quantkit.eval.gate.compare import Counts, check_rule, count, decide, merge
 from quantkit.eval.gate.data_folder import data_folder as default_folder
 from quantkit.eval.gate.distribution import read_text
 from quantkit.eval.gate.history import History
+from quantkit.eval.gate.markdown import gate_table
 from quantkit.eval.gate.offline import offline_tasks
+from quantkit.eval.gate.report import AccuracyReport, DistributionReport, Verdict
 from quantkit.eval.gate.report_files import write_report_files
 from quantkit.eval.gate.task_specs import PUBLISHED, TaskSpec
 from quantkit.eval.gate.text_tasks import continuation_task
-from quantkit.report import AccuracyReport, DistributionReport, Verdict
-from quantkit.report.gate_table import gate_table
 from quantkit.runtime.cache_options import CacheOptions
 
 SUITES = ("published", "offline", "quick")

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quantkit.checkpoint.writer import write_whole
-from quantkit.records import TextTable
-from quantkit.report import Report
+from quantkit.records import Report, TextTable
 
 REPORT_FILES = ("report.json", "report.md")
 

@@ -23,9 +23,9 @@ from quantkit.eval.gate import evaluation
 from quantkit.eval.gate.backends import RUNTIME
 from quantkit.eval.gate.data_folder import data_folder
 from quantkit.eval.gate.offline import offline_tasks
+from quantkit.eval.gate.report import AccuracyReport, Comparison
 from quantkit.eval.proofs.breakage import BREAKAGES, break_checkpoint
 from quantkit.recipe import ScaleMethod, Scheme
-from quantkit.report import AccuracyReport, Comparison
 from quantkit.runtime.cache_options import CacheOptions
 from quantkit.weights.weight import Encoding, read_weights
 

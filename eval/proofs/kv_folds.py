@@ -30,11 +30,11 @@ from quantkit.eval.gate import evaluation
 from quantkit.eval.gate.backends import RUNTIME
 from quantkit.eval.gate.loading import load_tokenizer
 from quantkit.eval.gate.paged_model import PagedModel
+from quantkit.eval.gate.report import AccuracyReport, Verdict
 from quantkit.folding import fold
 from quantkit.folding.report import Way
 from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.loading import load
-from quantkit.report import AccuracyReport, Verdict
 from quantkit.runtime.cache_options import CacheOptions, cache_scales
 from quantkit.runtime.pages import FP8, cache_spec, open_pool
 from quantkit.runtime.scales import uniform_scales, unscaled

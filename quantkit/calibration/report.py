@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from quantkit.records import TextTable
-from quantkit.report import Report
+from quantkit.records import Report, TextTable
 
 
 @dataclass(frozen=True)

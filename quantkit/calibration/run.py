@@ -22,6 +22,7 @@ from quantkit.calibration.report import CalibrationReport, LayerCalibration
 from quantkit.calibration.streaming import LayerStream
 from quantkit.checkpoint.journal import CALIBRATE, Opening, source_binding
 from quantkit.checkpoint.lock import check_free, lock
+from quantkit.checkpoint.manifest import ModelIdentity
 from quantkit.checkpoint.occupancy import own_run
 from quantkit.checkpoint.source import Source, readable
 from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, explained, write_whole
@@ -29,7 +30,6 @@ from quantkit.errors import OutputError, UsageError
 from quantkit.families.locate import open_model
 from quantkit.models.config import MlaConfig
 from quantkit.models.loading import LayerReader, open_layers
-from quantkit.report import ModelIdentity
 from quantkit.runtime.scales import KvScaleFile, Numbers
 from quantkit.version import VERSION
 from quantkit.weights.identity import identify

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from quantkit.checkpoint.source import CONFIG_FILE, readable
-from quantkit.checkpoint.writer import MANIFEST_FILE
+from quantkit.checkpoint.writer import MANIFEST_FILE, File
 from quantkit.errors import SourceError
-from quantkit.report import File
 
 GATE_FILE = "quantkit-gate.json"  # the accuracy gate's result, beside the checkpoint that it is about
 _DOCUMENTS = ("readme", "license", "licence", "notice")

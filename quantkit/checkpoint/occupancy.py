@@ -12,11 +12,10 @@ from typing import Protocol, Self
 
 from quantkit.checkpoint.digest import GATE_FILE, hash_file, hash_files
 from quantkit.checkpoint.journal import COMMANDS, IN_PLACE, Command, Opening, read_opening, shards_of
-from quantkit.checkpoint.manifest import is_of_others
+from quantkit.checkpoint.manifest import Manifest, is_of_others
 from quantkit.checkpoint.source import readable
-from quantkit.checkpoint.writer import LOCK_FILE, MANIFEST_FILE, WORK_FOLDER
+from quantkit.checkpoint.writer import LOCK_FILE, MANIFEST_FILE, WORK_FOLDER, File
 from quantkit.errors import OutputError, SourceError
-from quantkit.report import File, Manifest
 
 UNDO_FOLDER = ".quantkit-fold"
 OLD_BYTES, NEW_BYTES = "old", "new"  # of a fold in place: `quantkit.folding.in_place`

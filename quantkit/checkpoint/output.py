@@ -18,11 +18,11 @@ from pathlib import Path
 
 from quantkit.checkpoint.journal import Command, Opening, append_line
 from quantkit.checkpoint.lock import check_free, lock
+from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.occupancy import Listing, Occupant, find_run, own_run, read_listing
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE
 from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, OutputFolder, clear, explained, sync
 from quantkit.errors import OutputError
-from quantkit.report import Manifest
 
 
 @dataclass(frozen=True)

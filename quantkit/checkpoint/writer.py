@@ -13,18 +13,26 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.checkpoint.journal import COMMANDS
 from quantkit.checkpoint.source import CONFIG_FILE, readable
 from quantkit.errors import OutputError
-from quantkit.report import File
 
 MANIFEST_FILE = "quantkit.json"
 WORK_FOLDER = ".quantkit"
 LOCK_FILE = ".lock"  # in the work folder; no file of a checkpoint is called so
 _BUFFER_BYTES = 8 << 20  # a multiple of any disk's block size
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint: size in bytes and sha256."""
+
+    nbytes: int
+    sha256: str
 
 
 class ShardFile:

@@ -11,7 +11,7 @@ from quantkit.errors import UsageError
 from quantkit.recipe import Dialect, Mtp, Rest, ScaleMethod, Scheme
 
 if TYPE_CHECKING:
-    from quantkit.report import Manifest
+    from quantkit.checkpoint.manifest import Manifest
 
 
 def convert(

@@ -10,7 +10,7 @@ from quantkit.cli.options import Json
 from quantkit.errors import CheckFailed, NotComparable, Undecided, UsageError
 
 if TYPE_CHECKING:
-    from quantkit.report import AccuracyReport
+    from quantkit.eval.gate.report import AccuracyReport
 
 Checkpoint = Annotated[Path | None, typer.Argument(help="The folder of the converted checkpoint.", show_default=False)]
 Baseline = Annotated[Path | None, typer.Option("--baseline", help="What to compare with.", show_default=False)]
@@ -122,7 +122,7 @@ def _prepare(suite: str, as_json: bool) -> None:
 
 
 def _leave(report: "AccuracyReport") -> None:
-    from quantkit.report import Verdict
+    from quantkit.eval.gate.report import Verdict
 
     errors = {Verdict.FAIL: CheckFailed, Verdict.CANNOT_DECIDE: Undecided, Verdict.INVALID: NotComparable}
     if report.verdict in errors:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.journal import CONVERT
-from quantkit.checkpoint.manifest import made_from, read_manifest
+from quantkit.checkpoint.manifest import Group, Manifest, made_from, read_manifest
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
-from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, check_apart, file_of
+from quantkit.checkpoint.writer import WORK_FOLDER, File, OutputFolder, check_apart, file_of
 from quantkit.conversion.journal import Journal, open_with
 from quantkit.conversion.plan import Plan, Step, make_plan
 from quantkit.conversion.run import ShardRun
@@ -37,7 +37,6 @@ from quantkit.recipe import (
     default_recipe,
     load_recipe,
 )
-from quantkit.report import File, Group, Manifest
 from quantkit.version import VERSION
 from quantkit.weights.weight import Encoding, read_weights
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.records import TextTable
-from quantkit.report import Group, Report
+from quantkit.checkpoint.manifest import Group
+from quantkit.records import Report, TextTable
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from quantkit.checkpoint.config import splice
 from quantkit.checkpoint.digest import list_files
 from quantkit.checkpoint.journal import RESPELL, Opening
 from quantkit.checkpoint.lock import lock
-from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.manifest import Manifest, read_manifest
 from quantkit.checkpoint.occupancy import is_idle
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source, open_source
@@ -23,7 +23,6 @@ from quantkit.conversion.plan import describe_weights
 from quantkit.engines.rules import Facts
 from quantkit.errors import PlanError
 from quantkit.recipe import Dialect, EngineName
-from quantkit.report import Manifest
 from quantkit.weights.quantization_config import Format
 from quantkit.weights.weight import Weight, read_weights
 

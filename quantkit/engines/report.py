@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from quantkit.engines import ENGINES
 from quantkit.engines.rules import Status
-from quantkit.records import TextTable
-from quantkit.report import Report
+from quantkit.records import Report, TextTable
 
 
 @dataclass(frozen=True)

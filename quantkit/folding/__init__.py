@@ -21,7 +21,7 @@ from pathlib import Path
 
 from quantkit.checkpoint.journal import FOLD, IN_PLACE, PATCH
 from quantkit.checkpoint.lock import lock
-from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.manifest import Manifest, read_manifest
 from quantkit.checkpoint.occupancy import UNDO_FOLDER
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import Source
@@ -40,7 +40,6 @@ from quantkit.folding.report import FoldedLayer, FoldReport, Way
 from quantkit.models.config import MlaConfig, ModelConfig, read_config
 from quantkit.models.folding import LayerFold, fold_digest
 from quantkit.naming import TensorName
-from quantkit.report import Manifest
 from quantkit.runtime.scales import LayerScales, Numbers, read_scale_file, scales_of_layers
 from quantkit.weights.layout import KV_SCALES
 

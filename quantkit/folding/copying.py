@@ -7,13 +7,13 @@ from pathlib import Path
 
 from quantkit.checkpoint.digest import GATE_FILE, list_files
 from quantkit.checkpoint.journal import FOLD, Opening
+from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source
-from quantkit.checkpoint.writer import MANIFEST_FILE, OutputFolder, file_of
+from quantkit.checkpoint.writer import MANIFEST_FILE, File, OutputFolder, file_of
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan
 from quantkit.folding.shards import Hashes, Progress, can_clone, file_size, write_shard
-from quantkit.report import File, Manifest
 
 _NOT_OF_COPIES = (CONFIG_FILE, MANIFEST_FILE, GATE_FILE)  # the gate's result is about other bytes
 

@@ -23,15 +23,14 @@ from quantkit.checkpoint.digest import GATE_FILE, hash_file, hash_files, list_fi
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
 from quantkit.checkpoint.journal import IN_PLACE, Opening
 from quantkit.checkpoint.lock import lock
-from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.manifest import Manifest, read_manifest
 from quantkit.checkpoint.occupancy import NEW_BYTES, OLD_BYTES, UNDO_FOLDER, own_run
 from quantkit.checkpoint.source import CONFIG_FILE, readable
-from quantkit.checkpoint.writer import LOCK_FILE, MANIFEST_FILE, WORK_FOLDER, clear, explained, sync, write_whole
+from quantkit.checkpoint.writer import LOCK_FILE, MANIFEST_FILE, WORK_FOLDER, File, clear, explained, sync, write_whole
 from quantkit.errors import OutputError, SourceError, UsageError
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan, place
 from quantkit.folding.shards import Hashes, Progress, hash_patched, write_patches
-from quantkit.report import File, Manifest
 from quantkit.weights.rescale import Patch
 
 _JOURNAL = IN_PLACE.journal

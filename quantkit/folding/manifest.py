@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quantkit.checkpoint.manifest import PUBLISHED, made_from
+from quantkit.checkpoint.manifest import PUBLISHED, Group, Manifest, made_from
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.writer import MANIFEST_FILE
+from quantkit.checkpoint.writer import MANIFEST_FILE, File
 from quantkit.errors import FoldError, SourceError
 from quantkit.folding.plan import FoldPlan
 from quantkit.folding.shards import file_size
-from quantkit.report import File, Group, Manifest
 from quantkit.version import VERSION
 from quantkit.weights.weight import Weight, read_weights
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.journal import PATCH, Opening
+from quantkit.checkpoint.manifest import Fold
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import Source
-from quantkit.checkpoint.writer import MANIFEST_FILE, ShardFile
+from quantkit.checkpoint.writer import MANIFEST_FILE, File, ShardFile
 from quantkit.folding.plan import FoldPlan
-from quantkit.report import File, Fold, Report
+from quantkit.records import Report
 from quantkit.version import VERSION
 from quantkit.weights.rows import Reader, byte_ranges
 

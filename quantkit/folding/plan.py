@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from quantkit.checkpoint.manifest import Fold, Origin
 from quantkit.checkpoint.source import Source
 from quantkit.errors import FoldError
 from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.folding import LayerFold, as_record, fold_digest, layer_powers
-from quantkit.report import Fold, Origin
 from quantkit.runtime.scales import LayerScales
 from quantkit.weights.layout import KV_SCALES
 from quantkit.weights.rescale import Extent, Patch, Powers, extent, multiplied

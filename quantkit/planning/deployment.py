@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.manifest import Origin
+from quantkit.checkpoint.writer import File
 from quantkit.errors import SourceError
 from quantkit.planning.report import CapacityReport
-from quantkit.report import File, Origin, Report
+from quantkit.records import Report
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.manifest import Origin
 from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.writer import File
 from quantkit.planning.deployment import DeploymentManifest, Drift, DriftReport, Pool, read_manifest
 from quantkit.planning.fingerprint import Fingerprint, Progress, fingerprint
-from quantkit.report import File, Origin
 
 _NO_POOL, _NOTHING = "none of the pools", "nothing"
 

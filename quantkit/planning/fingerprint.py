@@ -16,13 +16,13 @@ from typing import Any
 
 from quantkit.checkpoint.config import KEY, MTP_KEY
 from quantkit.checkpoint.digest import digest_of, hash_files, list_files
-from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.manifest import Manifest, Origin, read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE, Source, readable
+from quantkit.checkpoint.writer import File
 from quantkit.conversion.plan import Plan
 from quantkit.engines import is_linear
 from quantkit.families.attention import Attention
 from quantkit.naming import TensorName
-from quantkit.report import File, Manifest, Origin
 from quantkit.weights.weight import Weight, read_weights
 
 _TOKENIZER = re.compile(

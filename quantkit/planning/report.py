@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quantkit.report import Report
+from quantkit.records import Report
 
 
 @dataclass(frozen=True)

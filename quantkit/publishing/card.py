@@ -11,9 +11,12 @@ from typing import Any
 
 import yaml
 
+from quantkit.checkpoint.manifest import Manifest
+from quantkit.checkpoint.writer import File
 from quantkit.errors import SourceError
-from quantkit.report import AccuracyReport, Comparison, File, Manifest, Verification
-from quantkit.report.gate_table import gate_table, markdown_table, shown_name
+from quantkit.eval.gate.markdown import gate_table, markdown_table, shown_name
+from quantkit.eval.gate.report import AccuracyReport, Comparison
+from quantkit.verification.report import Verification
 
 CARD_FILE = "README.md"
 NO_GATE = (

@@ -8,16 +8,17 @@ from typing import TypeVar
 
 from quantkit import remote
 from quantkit.checkpoint.digest import GATE_FILE, digest_of, earlier_digests, hash_files, list_files
-from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.manifest import Manifest, read_manifest
 from quantkit.checkpoint.source import CONFIG_FILE
-from quantkit.checkpoint.writer import MANIFEST_FILE, file_of
+from quantkit.checkpoint.writer import MANIFEST_FILE, File, file_of
 from quantkit.errors import CheckFailed, QuantkitError, SourceError, UsageError
+from quantkit.eval.gate.report import AccuracyReport, Verdict
 from quantkit.publishing.card import CARD_FILE, Card, Facts, make_card, parse_card
 from quantkit.publishing.publication import Publication, Target
 from quantkit.recipe import find_alias
 from quantkit.remote import RemoteFile, Repository, Upload
-from quantkit.report import AccuracyReport, File, Manifest, Verdict, Verification
 from quantkit.verification import verify
+from quantkit.verification.report import Verification
 
 LARGEST_FILE = 50 * 10**9  # bytes: the Hub takes no larger file
 Result = TypeVar("Result")

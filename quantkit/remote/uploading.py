@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from quantkit.checkpoint.writer import File
 from quantkit.errors import RemoteError
+from quantkit.records import Report
 from quantkit.remote.client import first_line, quiet_unless_terminal
-from quantkit.report import File, Report
 
 Result = TypeVar("Result")
 

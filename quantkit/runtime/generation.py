@@ -10,7 +10,7 @@ from typing import Protocol
 from quantkit.choices import KvDtype
 from quantkit.errors import RequestError, UsageError
 from quantkit.models.loading import load
-from quantkit.report import Report
+from quantkit.records import Report
 from quantkit.runtime.cache_options import CacheOptions as CacheOptions
 from quantkit.runtime.cache_options import cache_scales as cache_scales
 from quantkit.runtime.cache_options import open_cache

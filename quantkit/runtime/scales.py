@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.manifest import ModelIdentity
 from quantkit.checkpoint.source import Source
 from quantkit.errors import CacheError
 from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.rope import spread_pairs
-from quantkit.report import ModelIdentity, Report
+from quantkit.records import Report
 from quantkit.weights.identity import find_other_model
 
 Numbers = float | list[float]  # a list gives the channels of a latent, or the rotated pairs

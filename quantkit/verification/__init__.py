@@ -18,10 +18,10 @@ from quantkit.engines.check import is_signed, targets_of
 from quantkit.errors import SourceError
 from quantkit.families.locate import open_model
 from quantkit.recipe import Mtp
-from quantkit.report import TensorError, Verification
 from quantkit.verification.fidelity import Compared, Made, compare_weights, pool_by_role
 from quantkit.verification.findings import Findings
 from quantkit.verification.folded import KvScaling, check_scaling, multiplied_by
+from quantkit.verification.report import TensorError, Verification
 from quantkit.verification.soundness import (
     check_config,
     check_global_scales,

@@ -8,10 +8,10 @@ from functools import partial
 
 from quantkit.checkpoint.source import Source
 from quantkit.errors import QuantkitError
-from quantkit.report import RoleError, TensorError
 from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, comparison
 from quantkit.verification.findings import Findings
 from quantkit.verification.folded import compare_multiplied
+from quantkit.verification.report import RoleError, TensorError
 from quantkit.weights.rescale import Powers
 from quantkit.weights.rows import Reader
 from quantkit.weights.weight import Encoding, Weight, read_weights

@@ -2,7 +2,7 @@
 
 import threading
 
-from quantkit.report import Check
+from quantkit.verification.report import Check
 
 _EXAMPLES = 5
 

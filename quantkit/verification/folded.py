@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor
+from quantkit.checkpoint.manifest import Fold, Manifest
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import QuantkitError, SourceError
-from quantkit.report import Fold, Manifest
 from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, Sums
 from quantkit.verification.findings import Findings
 from quantkit.weights.layout import KV_SCALES, NVFP4

@@ -14,16 +14,15 @@ import numpy.typing as npt
 from quantkit import ops
 from quantkit.checkpoint.config import KEY
 from quantkit.checkpoint.header import StoredTensor
-from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.manifest import Manifest, read_manifest
 from quantkit.checkpoint.occupancy import is_idle
 from quantkit.checkpoint.source import SINGLE_FILE, Source, read_header, read_index
-from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER
+from quantkit.checkpoint.writer import MANIFEST_FILE, WORK_FOLDER, File
 from quantkit.engines import is_linear
 from quantkit.engines.check import unequal_globals
 from quantkit.engines.rules import Facts, Module, Status, judge
 from quantkit.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.errors import EngineError, QuantkitError, SourceError
-from quantkit.report import File, Manifest
 from quantkit.verification.findings import Findings
 from quantkit.weights.rows import Reader, byte_ranges, row_ranges, shape_in
 from quantkit.weights.weight import Encoding, Weight

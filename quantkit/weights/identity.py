@@ -10,10 +10,10 @@ import hashlib
 
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor
+from quantkit.checkpoint.manifest import ModelIdentity
 from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError
 from quantkit.naming import Role, TensorName
-from quantkit.report import ModelIdentity
 from quantkit.weights.rows import Reader
 from quantkit.weights.weight import FLOAT_DTYPES
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint.digest import GATE_FILE, checkpoint_digest, digest_of, hash_files, list_files
+from quantkit.checkpoint.manifest import Manifest
+from quantkit.checkpoint.writer import File
 from quantkit.errors import SourceError
-from quantkit.report import File, Manifest
 
 FILES = {
     "config.json": "{}",

@@ -13,11 +13,11 @@ import quantkit
 from quantkit import folding
 from quantkit.calibration import DataOptions, Options, calibrate
 from quantkit.checkpoint.journal import CALIBRATE, CONVERT, FOLD, IN_PLACE, PATCH, Command, Opening
+from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.output import Output
 from quantkit.errors import OutputError
 from quantkit.folding.patching import PATCH_FILE, FoldPatch
 from quantkit.folding.report import Way
-from quantkit.report import Manifest
 from support.checkpoints import tree
 from support.folds import SCALES
 

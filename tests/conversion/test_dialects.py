@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import quantkit
+from quantkit.checkpoint.manifest import Manifest
 from quantkit.conversion import Options, convert
 from quantkit.errors import PlanError
 from quantkit.naming import Role
 from quantkit.recipe import Dialect, Mtp, Recipe, Rest, Rule, ScaleMethod, Scheme, Treatment
-from quantkit.report import Manifest
 from support.families import write_family
 from support.truth import read_tensors, truth
 

@@ -15,7 +15,7 @@ import quantkit
 from quantkit.conversion import Options
 from quantkit.errors import PlanError
 from quantkit.eval.gate.distribution import compare_distributions
-from quantkit.report import Verification
+from quantkit.verification.report import Verification
 from support import smollm
 
 NUM_LINEAR = 30 * 7  # layers, projections in each

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit import folding
+from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.source import open_source
 from quantkit.errors import FoldError, SourceError
 from quantkit.folding.report import Way
 from quantkit.models.folding import LayerFold, fold_digest
-from quantkit.report import Manifest
 from quantkit.verification import verify
 from support.folds import NOPE, PARTS, named, space
 from support.runnable import Checkpoint

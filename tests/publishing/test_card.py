@@ -11,10 +11,12 @@ import yaml
 from huggingface_hub import ModelCard
 
 import quantkit
+from quantkit.checkpoint.manifest import Manifest
+from quantkit.checkpoint.writer import File
 from quantkit.errors import SourceError
+from quantkit.eval.gate.markdown import gate_table
+from quantkit.eval.gate.report import AccuracyReport, Comparison, DistributionReport, PositionRange, Verdict
 from quantkit.publishing.card import NO_GATE, Card, Facts, make_card, parse_card
-from quantkit.report import AccuracyReport, Comparison, DistributionReport, File, Manifest, PositionRange, Verdict
-from quantkit.report.gate_table import gate_table
 
 TASK = Comparison(
     task="gsm8k",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint.digest import GATE_FILE
-from quantkit.report import Verdict
+from quantkit.eval.gate.report import Verdict
 from support.hub.pushing import REPO, WEIGHTS, Push, assert_nothing_sent, assert_refused, gate
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of httpx, by huggingface_hub

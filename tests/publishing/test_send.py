@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint.digest import GATE_FILE
+from quantkit.checkpoint.writer import File
+from quantkit.eval.gate.report import Verdict
 from quantkit.publishing import Publication, Target
 from quantkit.publishing.card import NO_GATE, parse_card
 from quantkit.remote import Upload
-from quantkit.report import File, Verdict
 from support.hub.pushing import (
     LAST,
     REPO,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from quantkit import folding
+from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.source import open_source
 from quantkit.planning.fingerprint import fingerprint
-from quantkit.report import Manifest
 from quantkit.runtime.scales import Numbers
 from support.runnable import Checkpoint
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import SourceError
-from quantkit.report import Verification
+from quantkit.verification.report import Verification
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 NORM = "model.layers.1.input_layernorm.weight"

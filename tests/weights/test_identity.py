@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.checkpoint.manifest import ModelIdentity
 from quantkit.checkpoint.source import open_source
 from quantkit.choices import KvDtype
 from quantkit.errors import CacheError, SourceError
@@ -17,7 +18,6 @@ from quantkit.folding import fold
 from quantkit.folding.report import Way
 from quantkit.models import load
 from quantkit.recipe import Mtp
-from quantkit.report import ModelIdentity
 from quantkit.runtime.cache_options import CacheOptions, cache_scales
 from quantkit.runtime.scales import KvScaleFile
 from quantkit.weights.identity import identify

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quantkit.errors import HandoffError
-from quantkit.report import Report
+from quantkit.records import Report
 from quantkit.runtime.handoff.messages import Opened, Refused, Said
 from quantkit.runtime.integrity.counters import IntegrityReport, metrics
 

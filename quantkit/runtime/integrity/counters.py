@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quantkit.report import Report
+from quantkit.records import Report
 from quantkit.runtime.integrity.causes import Cause
 
 

@@ -15,13 +15,13 @@ from quantkit.errors import CacheError, RequestError, SourceError, UsageError
 from quantkit.eval.gate import accuracy, loading, paged_model
 from quantkit.eval.gate.evaluation import Options, evaluate
 from quantkit.eval.gate.loading import Loaded
+from quantkit.eval.gate.markdown import gate_table
 from quantkit.eval.gate.observed import observe
 from quantkit.eval.gate.paged_model import PagedModel
+from quantkit.eval.gate.report import AccuracyReport, Verdict
 from quantkit.eval.gate.runs import Fault, TaskRun
 from quantkit.eval.gate.task_specs import TaskSpec
 from quantkit.models import load as load_decoder
-from quantkit.report import AccuracyReport, Verdict
-from quantkit.report.gate_table import gate_table
 from quantkit.runtime.cache_options import CacheOptions
 from quantkit.runtime.paged_cache import PagedCache, Segment
 from quantkit.runtime.pages import PagePool, cache_spec

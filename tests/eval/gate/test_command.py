@@ -12,8 +12,8 @@ import pytest
 from quantkit.choices import KvDtype
 from quantkit.eval.gate import evaluation
 from quantkit.eval.gate.compare import Counts, decide
+from quantkit.eval.gate.report import AccuracyReport, DistributionReport, PositionRange, Verdict
 from quantkit.eval.gate.task_specs import TaskSpec
-from quantkit.report import AccuracyReport, DistributionReport, PositionRange, Verdict
 from quantkit.runtime.cache_options import CacheOptions
 from support.program import Result, Runner
 

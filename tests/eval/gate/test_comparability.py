@@ -13,8 +13,8 @@ from quantkit.errors import UsageError
 from quantkit.eval.gate import loading
 from quantkit.eval.gate.evaluation import Options, evaluate
 from quantkit.eval.gate.loading import Loaded
+from quantkit.eval.gate.report import AccuracyReport, Verdict
 from quantkit.eval.gate.task_specs import TaskSpec
-from quantkit.report import AccuracyReport, Verdict
 
 TaskMaker = Callable[..., TaskSpec]
 Answering = Callable[[Loaded, Sequence[Sequence[int]]], Loaded]

@@ -13,7 +13,7 @@ import pytest
 from quantkit.errors import UsageError
 from quantkit.eval.gate import paired
 from quantkit.eval.gate.compare import Counts, Outcome, Paired, compare, count, decide, explain_format_gap
-from quantkit.report import Comparison, Verdict
+from quantkit.eval.gate.report import Comparison, Verdict
 from support.tiers import exhaustive
 
 MARGIN, ALPHA = 0.008, 0.05

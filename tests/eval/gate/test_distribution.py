@@ -11,7 +11,7 @@ import transformers
 from quantkit.errors import SourceError, UsageError
 from quantkit.eval.gate.distribution import compare_distributions, compare_loaded
 from quantkit.eval.gate.loading import Loaded, load
-from quantkit.report import DistributionReport
+from quantkit.eval.gate.report import DistributionReport
 
 NAMES = ("candidate", "baseline", "text")
 WINDOW, WINDOWS = 25, 12

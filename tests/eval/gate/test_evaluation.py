@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from quantkit.errors import OutputError, SourceError, UsageError
 from quantkit.eval.gate import accuracy, loading
 from quantkit.eval.gate.evaluation import Options, evaluate, write_report
+from quantkit.eval.gate.report import AccuracyReport, Verdict
 from quantkit.eval.gate.task_specs import TaskSpec
-from quantkit.report import AccuracyReport, Verdict
 
 TaskMaker = Callable[..., TaskSpec]
 QUICK = Options("quick", limit=8, window=64, max_tokens=1024)

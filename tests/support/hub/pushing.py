@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint.digest import GATE_FILE, checkpoint_digest
-from quantkit.report import AccuracyReport, Comparison, Verdict
+from quantkit.eval.gate.report import AccuracyReport, Comparison, Verdict
 from support.hub.uploads import UploadHub
 from support.program import Completed, Runner, run_apart, told_of_hub
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from quantkit.report.accuracy import AccuracyReport, Comparison, DistributionReport
+from quantkit.eval.gate.report import AccuracyReport, Comparison, DistributionReport
 
 
 def gate_table(report: AccuracyReport) -> str:
