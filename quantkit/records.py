@@ -7,14 +7,14 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from enum import Enum
-from typing import Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Self, TypeVar
+
+import msgspec
 
 R = TypeVar("R")
 SCHEMA_VERSION = 1
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_SHOWN = 60  # characters of a value that is wrong
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,29 @@ class Report:
             raise ValueError(f"a {kind}, not a {cls.__name__}")
         if (version := content.pop("schema_version", None)) != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version}, and {SCHEMA_VERSION} is understood")
-        return cast(Self, _build(cls, content, ""))
+        return read_record(cls, content)
 
 
 def read_record(kind: type[R], content: Any) -> R:
     """The dataclass `kind` out of what `asdict` made of one; ValueError, naming the field, if it is none."""
-    return cast(R, _build(kind, content, ""))
+    try:
+        record = msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    _check_known(content, msgspec.to_builtins(record), "$")
+    return record
+
+
+def _check_known(content: Any, known: Any, where: str) -> None:
+    """Raise ValueError for a field that the record has not: msgspec passes over those of dataclasses."""
+    if isinstance(content, dict):
+        if strange := content.keys() - known.keys():
+            raise ValueError(f"Object has unknown field `{min(strange)}` - at `{where}`")
+        for name, value in content.items():
+            _check_known(value, known[name], f"{where}.{name}")
+    elif isinstance(content, list):
+        for place, (value, read) in enumerate(zip(content, known, strict=True)):
+            _check_known(value, read, f"{where}[{place}]")
 
 
 def parse_json(text: str) -> Any:
@@ -89,53 +106,3 @@ def _check_finite(name: str, value: Any) -> None:
     if isinstance(value, list):
         for entry in value:
             _check_finite(name, entry)
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """What `to_json` made of a value of the type `kind`, turned back; `where` is its field."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if is_dataclass(kind) and isinstance(value, dict):
-        return _build_record(kind, value, where)
-    if origin is tuple and isinstance(value, list) and arguments[1:] == (...,):
-        return tuple(_build(arguments[0], entry, f"{where}[{place}]") for place, entry in enumerate(value))
-    if origin is tuple and isinstance(value, list) and len(value) == len(arguments):
-        return tuple(_build(each, entry, where) for each, entry in zip(arguments, value, strict=True))
-    if origin is list and isinstance(value, list):
-        return [_build(arguments[0], entry, f"{where}[{place}]") for place, entry in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return {name: _build(arguments[1], entry, f"{where}.{name}") for name, entry in value.items()}
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    if type(value) is kind:
-        return value
-    if kind is float and type(value) is int and abs(value) < 1 << 1023:
-        return float(value)
-    if arguments and origin not in (tuple, list, dict):
-        return _build_one_of(arguments, value, where)
-    shown = json.dumps(value)[:_SHOWN]
-    raise ValueError(f"{where.lstrip('.') or 'it'} is {shown}, not {getattr(kind, '__name__', kind)}")
-
-
-def _build_record(kind: Any, value: dict[str, Any], where: str) -> Any:
-    hints, known = get_type_hints(kind), {field.name: field for field in fields(kind)}
-    if strange := value.keys() - known.keys():
-        raise ValueError(f"{where.lstrip('.') or 'it'} has {min(strange)}, which is not known")
-    for name, field in known.items():
-        if name not in value and field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{where.lstrip('.') or 'it'} has no {name}")
-    return kind(**{name: _build(hints[name], entry, f"{where}.{name}") for name, entry in value.items()})
-
-
-def _build_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """The first of several kinds that fits; None is told apart first, so that an error names the field in it."""
-    if value is None and type(None) in kinds:
-        return None
-    kinds = tuple(kind for kind in kinds if kind is not type(None))
-    for kind in kinds[:-1]:
-        try:
-            return _build(kind, value, where)
-        except ValueError:
-            continue
-    return _build(kinds[-1], value, where)
