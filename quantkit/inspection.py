@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quantkit.families.locate import describe_model
 from quantkit.records import Report
+from quantkit.tables import Line, TextTable, role_name, size
 from quantkit.weights.weight import Weight, read_weights
 
 
@@ -52,6 +53,37 @@ class Inspection(Report):
     holdings: tuple[Holding, ...]
     layers: tuple[LayerGroup, ...]
     warnings: tuple[str, ...]
+
+    def tables(self) -> Iterator[TextTable]:
+        """What is held by role, and by layer."""
+        title = f"{self.checkpoint}: {self.model_type}, quantization {self.quantization or 'none'}"
+        rows = (
+            (
+                role_name(holding.role, holding.mtp),
+                holding.format,
+                f"{holding.weights:,}",
+                f"{holding.parameters:,}",
+                size(holding.nbytes),
+            )
+            for holding in self.holdings
+        )
+        yield TextTable(title, ("role", "format:", "weights", "parameters", "bytes"), tuple(rows))
+        layers = (
+            (
+                role_name(group.layers, group.mtp),
+                size(group.nbytes),
+                "; ".join(f"{count} {kind}" for kind, count in group.weights.items()),
+            )
+            for group in self.layers
+        )
+        yield TextTable("layers that hold the same", ("layers", "bytes each", "weights of each:"), tuple(layers))
+
+    def answer(self) -> Line:
+        """How much it is in all."""
+        return Line(
+            f"{self.parameters:,} parameters, {self.total_bytes:,} bytes in {self.num_tensors:,} tensors and "
+            f"{self.num_shards} shards"
+        )
 
 
 def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:

@@ -7,31 +7,20 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from typing import Any, Self, TypeVar
 
 import msgspec
+
+from quantkit.tables import Line, TextTable
 
 R = TypeVar("R")
 SCHEMA_VERSION = 1
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-@dataclass(frozen=True)
-class TextTable:
-    """A title, headings (those that end in a colon are text, the others numbers) and rows."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-class Report:
-    """A frozen dataclass that a workflow returns."""
-
-    def tables(self) -> Iterable[TextTable]:
-        """What a person sees of it, in the order to be read."""
-        return ()
+class Record:
+    """A frozen dataclass that lies in a file as JSON."""
 
     def to_json(self) -> str:
         """The report as JSON text, `schema_version` and the report's kind first."""
@@ -50,6 +39,30 @@ class Report:
         if (version := content.pop("schema_version", None)) != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version}, and {SCHEMA_VERSION} is understood")
         return read_record(cls, content)
+
+
+class Report(Record):
+    """What a command returns: JSON for programs, and for people tables, lines and one sentence that answers."""
+
+    def tables(self) -> Iterable[TextTable]:
+        """The tables, in the order to be read."""
+        return ()
+
+    def lines(self) -> Iterable[Line]:
+        """What stands below the tables."""
+        return ()
+
+    def verbatim(self) -> str:
+        """Text that is to be copied, and therefore printed as it is."""
+        return ""
+
+    def answer(self) -> Line | None:
+        """One sentence that answers what was asked; None where the text does."""
+        raise NotImplementedError
+
+    def remarks(self) -> Iterable[Line]:
+        """What is no part of the result, and may be worth knowing."""
+        return ()
 
 
 def read_record(kind: type[R], content: Any) -> R:

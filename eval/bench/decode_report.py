@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.records import Report, TextTable
+from quantkit.records import Report
+from quantkit.tables import Line, Style, TextTable
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,16 @@ class DecodeReport(Report):
         yield _speeds(f"{state}prefill, tokens per second: {title}", "prompts", names, (self.prefill,))
         if self.problems:
             yield TextTable("the arms did not do the same work", ("why:",), tuple((text,) for text in self.problems))
+
+    def answer(self) -> Line:
+        """How the candidate's speed compares at the fewest requests, if the arms did the same work."""
+        if not self.valid:
+            return Line("INVALID: the arms did not do the same work, and no figure may be used", Style.BAD)
+        row = next((row for row in self.decode if row.ratios), None)
+        if row is None:
+            return Line("no number of requests ran on both checkpoints", Style.WARNING)
+        ratio = f"{statistics.median(row.ratios):.2f} times as fast as {self.baseline.label}"
+        return Line(f"{self.candidate.label} decodes {ratio} at {row.requests} requests")
 
     def _weights(self, state: str) -> TextTable:
         rows = tuple(

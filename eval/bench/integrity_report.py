@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.records import Report, TextTable
+from quantkit.records import Report
+from quantkit.tables import Line, Style, TextTable
 
 LIMIT = 0.01  # of what `tags` may cost, upper bounds included
 
@@ -78,6 +79,12 @@ class IntegrityCostReport(Report):
         yield TextTable(title, headings, tuple(cells for row in self.rows for cells in _lines(row)))
         if self.problems:
             yield TextTable("not as it must be", ("why:",), tuple((text,) for text in self.problems))
+
+    def answer(self) -> Line:
+        """Whether tags cost less than they may."""
+        if self.passed:
+            return Line(f"passed: tags cost less than {LIMIT:.0%} of a decode step", Style.GOOD)
+        return Line(f"FAILED: {len(self.problems)} costs are not as they must be", Style.BAD)
 
 
 def _headings(clock: str) -> tuple[str, str]:

@@ -113,7 +113,7 @@ def evaluate(
 
 def write_report(report: AccuracyReport, folder: Path) -> None:
     """Write `report` into `folder` as JSON, as `push --gate` takes it, and as Markdown."""
-    write_report_files(report, gate_table(report), folder)
+    write_report_files(report, folder, gate_table(report))
 
 
 def _text(options: Options) -> str | None:

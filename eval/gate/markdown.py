@@ -1,8 +1,9 @@
 """An accuracy report in Markdown, as model cards and the gate's own report hold it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from quantkit.eval.gate.report import AccuracyReport, Comparison, DistributionReport
+from quantkit.tables import TextTable, markdown
 
 
 def gate_table(report: AccuracyReport) -> str:
@@ -10,11 +11,11 @@ def gate_table(report: AccuracyReport) -> str:
 
     Accuracies in %, differences (candidate minus baseline) and their bounds in percentage points.
     """
-    headings = ("task", "metric", "n", "baseline", "candidate", "difference", "lower", "upper", "lost / gained", "p")
+    headings = ("task", "metric:", "n", "baseline", "candidate", "difference", "lower", "upper", "lost / gained", "p")
     rows = [_comparison(entry) for entry in report.tasks]
     if report.pooled and len(report.tasks) > 1:
         rows.append(_comparison(report.pooled))
-    parts = [markdown_table(headings, rows, left=2)] if rows else []
+    parts = [markdown([TextTable("", headings, tuple(rows))])] if rows else []
     parts.append(_verdict(report))
     if rows:
         parts.append(
@@ -65,15 +66,6 @@ def _pages(pages: Mapping[str, Mapping[str, str]]) -> str:
     }
     arms = "; ".join(f"{arm}: {what}" for arm, what in kept.items())
     return f"Run by quantkit's paged runtime in float32, on weights as they are stored, and pages of {arms}."
-
-
-def markdown_table(headings: Iterable[str], rows: Iterable[Iterable[str]], *, left: int) -> str:
-    """A Markdown table whose first `left` columns are text; the others are numbers."""
-    headings = tuple(headings)
-    rules = ("---" if column < left else "---:" for column in range(len(headings)))
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in (headings, rules, *rows)
-    )
 
 
 def shown_name(name: str) -> str:

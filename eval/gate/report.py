@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from quantkit.records import Report, TextTable
+from quantkit.records import Record, Report
+from quantkit.tables import Line, Style, TextTable
+
+_MOST_TASKS = 20  # in a table
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class PositionRange:
 
 
 @dataclass(frozen=True)
-class DistributionReport(Report):
+class DistributionReport(Record):
     """How far the next-token distributions of a candidate are from its baseline's on a text.
 
     kl_divergence     mean of KL(baseline || candidate) over the scored tokens, in nats
@@ -140,3 +143,40 @@ class AccuracyReport(Report):
     seconds: dict[str, float]
     warnings: tuple[str, ...] = ()
     pages: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def tables(self) -> Iterator[TextTable]:
+        """The distributions; then the tasks with the smallest p, in their order, and all together."""
+        if self.distribution:
+            yield from self.distribution.tables()
+        shown = [task for task in self.tasks if task in self._shown]
+        if self.pooled and len(self.tasks) > 1:
+            shown.append(self.pooled)
+        headings = ("task", "metric:", "items", "baseline", "candidate", "lost", "gained", "difference")
+        title = f"{self.candidate} against {self.baseline}"
+        figures = ("lower", "upper", "p (Holm)", "detectable")
+        yield TextTable(title, (*headings, *figures), tuple(map(_cells, shown)))
+
+    def lines(self) -> Iterator[Line]:
+        """How many tasks the table leaves out; what decided."""
+        if hidden := len(self.tasks) - len(self._shown):
+            yield Line(f"and {hidden} more tasks with larger p; --json shows all")
+        yield from (Line(f"  {reason}") for reason in self.reasons)
+
+    def answer(self) -> Line:
+        """The verdict."""
+        style = {Verdict.PASS: Style.GOOD, Verdict.FAIL: Style.BAD}.get(self.verdict, Style.WARNING)
+        pages = "".join(f", {arm} on {kept['kv'].upper()} pages" for arm, kept in self.pages.items())
+        margin = f"suite {self.suite}, rule {self.rule}, margin {100 * self.max_drop:g} points{pages}"
+        return Line(f"{self.verdict.upper()}  ({margin})", style)
+
+    @property
+    def _shown(self) -> list[Comparison]:
+        return sorted(self.tasks, key=lambda task: task.adjusted_p_value)[:_MOST_TASKS]
+
+
+def _cells(task: Comparison) -> tuple[str, ...]:
+    shares = (f"{correct / task.items:.2%}" for correct in (task.baseline_correct, task.candidate_correct))
+    points = (f"{100 * share:+.2f}" for share in (task.difference, task.lower, task.upper))
+    metric = ",".join(filter(None, (task.metric, task.filter)))
+    counts = (f"{task.lost:,}", f"{task.gained:,}", *points, f"{task.adjusted_p_value:.2g}")
+    return (task.task, metric, f"{task.items:,}", *shares, *counts, f"{100 * task.detectable_drop:.2f}")

@@ -27,6 +27,7 @@ from quantkit.eval.gate.report import AccuracyReport, Comparison
 from quantkit.eval.proofs.breakage import BREAKAGES, break_checkpoint
 from quantkit.recipe import ScaleMethod, Scheme
 from quantkit.runtime.cache_options import CacheOptions
+from quantkit.tables import markdown_row
 from quantkit.weights.weight import Encoding, read_weights
 
 DEFAULT = "INT4 g=32 search"
@@ -153,11 +154,11 @@ def _difference(task: Comparison) -> str:
 
 
 def _heading(*cells: str) -> str:
-    return _row(*cells) + f"|{'---|' * len(cells)}\n"
+    return _row(*cells) + _row(*("---" for _ in cells))
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |\n"
+    return f"{markdown_row(*cells)}\n"
 
 
 def main() -> None:

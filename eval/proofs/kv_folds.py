@@ -38,6 +38,7 @@ from quantkit.models.loading import load
 from quantkit.runtime.cache_options import CacheOptions, cache_scales
 from quantkit.runtime.pages import FP8, cache_spec, open_pool
 from quantkit.runtime.scales import uniform_scales, unscaled
+from quantkit.tables import markdown_row
 
 AT_ONE, SIDECAR, FOLDED, EMBEDDED = "scale 1.0", "sidecar", "folded", "embedded"
 LOSS = 0.05  # nats per token at scale 1.0 that are more than E4M3's rounding, which costs less than 0.01
@@ -237,11 +238,11 @@ def _choices(report: CalibrationReport) -> Iterator[str]:
 
 
 def _heading(*cells: str) -> str:
-    return _row(*cells) + f"|{'---|' * len(cells)}\n"
+    return _row(*cells) + _row(*("---" for _ in cells))
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |\n"
+    return f"{markdown_row(*cells)}\n"
 
 
 def main() -> None:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from quantkit.records import Report, TextTable
+from quantkit.records import Record, Report
+from quantkit.tables import Line, Style, TextTable
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class LayerCalibration(Report):
+class LayerCalibration(Record):
     """One layer's scales and why.
 
     attention      the name that the scales' names begin with
@@ -159,6 +160,14 @@ class CalibrationReport(Report):
         yield _choice_table(self.layers)
         if any(layer.experts for layer in self.layers):
             yield _expert_table(self.layers)
+
+    def answer(self) -> Line:
+        """How many layers need scales."""
+        if not self.losing:
+            return Line(
+                f"{self.model}: FP8 at scale 1 is fine in all {len(self.layers)} layers; there is nothing to fold"
+            )
+        return Line(f"{self.model}: {len(self.losing)} of {len(self.layers)} layers lose at scale 1", Style.WARNING)
 
     def _data_table(self) -> TextTable:
         data = self.data

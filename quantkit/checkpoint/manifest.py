@@ -1,7 +1,7 @@
 """`quantkit.json`, the manifest of a checkpoint: what is recorded, and the one place that reads it."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -10,6 +10,7 @@ from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import MANIFEST_FILE, File
 from quantkit.errors import SourceError
 from quantkit.records import Report
+from quantkit.tables import Line, TextTable, role_name, size
 
 PUBLISHED = "published"  # the name of the recipe of weights that quantkit did not convert, but folded scales into
 
@@ -111,6 +112,34 @@ class Manifest(Report):
     kv_scales: dict[str, float] = field(default_factory=dict)
     in_place: bool | None = None
     respelled: tuple[File, ...] = ()
+
+    def tables(self) -> Iterator[TextTable]:
+        """What became of the weights of each role."""
+        title = f"{self.source.name}  by  {self.recipe['name']}: {self.recipe['description']}"
+        rows = (
+            (
+                role_name(group.role, group.mtp),
+                f"{group.weights:,}",
+                group.source_format,
+                group.format,
+                size(group.source_bytes),
+                size(group.nbytes),
+            )
+            for group in self.groups
+        )
+        yield TextTable(title, ("role", "weights", "from:", "to:", "before", "after"), tuple(rows))
+
+    def answer(self) -> Line:
+        """The sizes before and after, and what was written."""
+        source = self.source
+        ratio = self.total_bytes / source.total_bytes if source.total_bytes else 1.0
+        sizes = (
+            f"source {source.total_bytes:,} bytes in {source.num_tensors:,} tensors; "
+            f"output {self.total_bytes:,} bytes in {self.num_tensors:,} tensors ({ratio:.1%})"
+        )
+        if self.respelled:
+            return Line(f"{sizes}; {len(self.files)} files, of which config.json is new and describes the same tensors")
+        return Line(f"{sizes}; {len(self.files)} files written" if self.files else f"{sizes}; nothing was written")
 
 
 def is_of_others(manifest: Manifest) -> bool:

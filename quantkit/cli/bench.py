@@ -89,14 +89,14 @@ def decode(
     from quantkit import console
     from quantkit.eval.bench import decode_speed
     from quantkit.eval.bench.decode_turns import Turns
-    from quantkit.eval.gate.report_files import markdown, write_report_files
+    from quantkit.eval.gate.report_files import write_report_files
 
     turns = Turns(prompt_tokens, new_tokens, rounds)
     options = decode_speed.Options(counts, turns, prefill_tokens, nbytes, page_size, threads)
     with _checkpoints(checkpoint, baseline, folder, size_gb, keep) as (source, converted):
         report = decode_speed.bench_decode(converted, source, options, console.tell)
     if output is not None:
-        write_report_files(report, markdown(report.tables()), output)
+        write_report_files(report, output)
     console.show(report, as_json=as_json)
     if not report.valid:
         raise NotComparable(f"the run is INVALID: {report.problems[0]}")
@@ -127,12 +127,12 @@ def integrity(
     counts = _numbers(requests)
     from quantkit import console
     from quantkit.eval.bench.integrity_cost import Options, bench_integrity
-    from quantkit.eval.gate.report_files import markdown, write_report_files
+    from quantkit.eval.gate.report_files import write_report_files
 
     options = Options(counts, pairs, content_pairs, prompt_tokens, page_size, threads)
     report = bench_integrity(checkpoint, options, console.tell)
     if output is not None:
-        write_report_files(report, markdown(report.tables()), output)
+        write_report_files(report, output)
     console.show(report, as_json=as_json)
     if not report.passed:
         raise CheckFailed(report.problems[0])

@@ -10,9 +10,7 @@ from quantkit.cli.options import Json, parse_bytes
 from quantkit.errors import CheckFailed, RequestError, UsageError
 
 if TYPE_CHECKING:
-    from quantkit.runtime.generation import Apart, GenerationReport
-    from quantkit.runtime.handoff.counters import HandoffReport
-
+    from quantkit.runtime.generation import Apart
 
 Checkpoint = Annotated[Path, typer.Argument(help="The folder of a checkpoint.", show_default=False)]
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="A text; several run as a batch.")]
@@ -87,15 +85,17 @@ def generate(
     nbytes = parse_bytes(memory)
     if not prompts and prompt_file is None:
         raise UsageError("there is no prompt", hint='quantkit generate CHECKPOINT "The capital of France is".')
+    from quantkit import console
     from quantkit.runtime import generation
     from quantkit.runtime.engine import EngineOptions
+    from quantkit.runtime.generation_report import Prompt
     from quantkit.runtime.sampling import Sampling
 
     apart = None
     if prefill_from is not None:
         workers = prefill_workers, decode_workers, worker_timeout
         apart = _apart(prefill_from, checkpoint, prefill_kv, *workers)
-    asked = [generation.Prompt(text) for text in prompts or ()]
+    asked = [Prompt(text) for text in prompts or ()]
     asked += generation.read_prompts(prompt_file) if prompt_file else []
     streamed = len(asked) == 1 and not as_json
     report = generation.generate(
@@ -109,7 +109,7 @@ def generate(
         chat=chat,
         on_text=lambda number, text: typer.echo(text, nl=False) if streamed else None,
     )
-    _show(report, as_json, streamed)
+    console.show(report, as_json=as_json, printed=streamed)
     if failed := [one.error for one in report.completions if one.error]:
         kind = CheckFailed if report.num_faults else RequestError
         raise kind(f"{len(failed)} of {len(report.completions)} prompts have no answer; the first: {failed[0]}")
@@ -133,44 +133,3 @@ def _apart(
 
     workers = CoordinatorOptions(prefill_workers, decode_workers, timeout=timeout)
     return Apart(prefill, kv, identify(prefill), identify(decode), workers)
-
-
-def _show(report: "GenerationReport", as_json: bool, streamed: bool) -> None:
-    """Texts on stdout; how the cache was kept on stderr."""
-    if as_json:
-        from quantkit import console
-
-        return console.show(report, as_json=True)
-    for number, one in enumerate(report.completions, start=1):
-        if streamed and one.text is not None:
-            typer.echo()
-            continue
-        if len(report.completions) > 1:
-            typer.echo(f"--- {number}: {one.finish}")
-        typer.echo(one.text if one.text is not None else " ".join(map(str, one.tokens)))
-    for warning in report.warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    typer.echo(f"cache: {report.kv}, {report.pages:,} pages of {report.page_size} tokens", err=True)
-    if report.handoff:
-        typer.echo(_describe(report.handoff), err=True)
-    if report.kv_scales:
-        typer.echo(f"KV scales from {report.kv_scale_source}:", err=True)
-    for layer, scales in enumerate(report.kv_scales):
-        typer.echo(f"  layer {layer}: k {scales.key:g}, v {scales.value:g}", err=True)
-    return None
-
-
-def _describe(done: "HandoffReport") -> str:
-    """The workers, the pages that went from one kind to the other, and what went wrong."""
-    parts = [
-        f"{done.prefill} prefill and {done.decode} decode workers: {done.handoffs:,} hand-offs",
-        f"{done.source_pages:,} pages of {done.nbytes:,} bytes became {done.pages:,}",
-        f"{done.saturated:,} values clamped",
-        *(f"{count:,} {kind} workers lost" for kind, count in done.lost.items()),
-        *(f"{count:,} faults: {cause}" for cause, count in done.faults.items()),
-    ]
-    for kind, found in done.checked.items():
-        parts.append(f"{found.pages:,} pages checked in {kind}")
-        parts += [f"{count:,} faults in {kind}: {cause}" for cause, count in found.faults.items() if count]
-        parts += [f"{found.retries:,} computed again in {kind}"] * bool(found.retries)
-    return ", ".join(parts) + (f", {done.retried:,} attempts repeated" if done.retried else "")

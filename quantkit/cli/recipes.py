@@ -55,7 +55,7 @@ def show(recipe: Name, as_json: Json = False) -> None:
 
     content = recipe_check.show_recipe(recipe)
     if as_json:
-        console.show(content, as_json=True)
+        console.show_json(content)
     else:
         typer.echo(recipe_text(recipe), nl=False)
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.checkpoint.manifest import Group
-from quantkit.records import Report, TextTable
+from quantkit.records import Record, Report
+from quantkit.tables import Line, Style, TextTable, role_name
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,13 @@ class RecipeList(Report):
         )
         yield TextTable("built-in recipes", ("name", "scheme:", "format:", "model types:", "description:"), tuple(rows))
 
+    def answer(self) -> Line:
+        """How many there are."""
+        return Line(f"{len(self.recipes)} recipes; quantkit recipes show NAME prints one")
+
 
 @dataclass(frozen=True)
-class RecipeContent(Report):
+class RecipeContent(Record):
     """What a recipe says, defaults filled in."""
 
     name: str
@@ -98,12 +103,18 @@ class RecipeCheck(Report):
         """The rules; and with a model what each covers."""
         if self.model is None:
             models = ", ".join(self.recipe["model_types"]) or "any model type"
-            title = f"{self.recipe['name']} is sound in itself; for {models}, format {self.recipe['format']}"
+            title = f"{self.recipe['name']}, for {models}, format {self.recipe['format']}"
             rows = tuple((str(rule.number), rule.conditions, rule.treatment) for rule in self.rules)
             yield TextTable(title, ("rule", "for:", "gives:"), rows)
         else:
             yield self._fits()
             yield self._groups()
+
+    def answer(self) -> Line:
+        """What is known of the recipe."""
+        if self.model is None:
+            return Line(f"{self.recipe['name']} is sound in itself", Style.GOOD)
+        return Line(f"{self.recipe['name']} on {self.model}: no engine refuses the result", Style.GOOD)
 
     def _fits(self) -> TextTable:
         rows = [
@@ -114,13 +125,13 @@ class RecipeCheck(Report):
         weights = sum(rule.weights for rule in self.rules)
         rows.append(("all", "", "", "", f"{weights:,}", f"{self.source_bytes:,}", f"{self.total_bytes:,}"))
         headings = ("rule", "for:", "gives:", "layers:", "weights", "bytes before", "bytes after")
-        return TextTable(f"{self.recipe['name']} on {self.model}: no engine refuses the result", headings, tuple(rows))
+        return TextTable(f"{self.recipe['name']} on {self.model}", headings, tuple(rows))
 
     def _groups(self) -> TextTable:
         rows = (
             (
                 str(rule.number),
-                f"{group.role} (MTP)" if group.mtp else group.role,
+                role_name(group.role, group.mtp),
                 group.source_format,
                 group.format,
                 *_figures(group),

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from quantkit.engines import ENGINES
 from quantkit.engines.rules import Status
-from quantkit.records import Report, TextTable
+from quantkit.records import Report
+from quantkit.tables import Line, Style, TextTable
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,7 @@ class Compatibility(Report):
     passed: bool
     results: tuple[RuleResult, ...]
 
-    def findings(self) -> Iterator[tuple[str, str]]:
-        """What is not as it should be: where, and in words with what mends it."""
-        for found in self.results:
-            if found.problem:
-                more = f" (and {found.modules - 1:,} more)" if found.modules > 1 else ""
-                text = f"{found.module}{more} {found.problem}. {found.mend}"
-                yield f"{found.engine}, {found.rule}, {found.status}", text
-
-    def table(self) -> TextTable:
+    def tables(self) -> Iterator[TextTable]:
         """Rules that apply x engines; a rule that an engine has not is blank."""
         rules: dict[str, list[RuleResult]] = {}
         for result in self.results:
@@ -66,6 +59,24 @@ class Compatibility(Report):
             for rule, results in rules.items()
             for demand in [results[0].demand]
         )
-        ranks = "the usual numbers of ranks" if self.tp is None else f"{self.tp} ranks"
-        title = f"{self.checkpoint}, {ranks}: {'no rule is broken' if self.passed else 'NOT OK'}"
-        return TextTable(title, ("rule", *(f"{engine}:" for engine in engines), "demand:"), tuple(rows))
+        headings = ("rule", *(f"{engine}:" for engine in engines), "demand:")
+        yield TextTable(f"{self.checkpoint}, {self._ranks}", headings, tuple(rows))
+
+    def lines(self) -> Iterator[Line]:
+        """What is not as it should be: where, and in words with what helps."""
+        for found in self.results:
+            if found.problem:
+                more = f" (and {found.modules - 1:,} more)" if found.modules > 1 else ""
+                text = f"{found.module}{more} {found.problem}. {found.mend}"
+                yield Line(text, Style.WARNING, f"{found.engine}, {found.rule}, {found.status}")
+
+    def answer(self) -> Line:
+        """Whether a rule is broken."""
+        if self.passed:
+            return Line(f"{self.checkpoint}, {self._ranks}: no rule is broken", Style.GOOD)
+        broken = {found.rule for found in self.results if found.status == Status.BROKEN}
+        return Line(f"{self.checkpoint}, {self._ranks}: NOT OK, {len(broken)} rules are broken", Style.BAD)
+
+    @property
+    def _ranks(self) -> str:
+        return "the usual numbers of ranks" if self.tp is None else f"{self.tp} ranks"

@@ -12,7 +12,7 @@ from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import MANIFEST_FILE, File, ShardFile
 from quantkit.folding.plan import FoldPlan
-from quantkit.records import Report
+from quantkit.records import Record
 from quantkit.version import VERSION
 from quantkit.weights.rows import Reader, byte_ranges
 
@@ -29,7 +29,7 @@ class Patched:
 
 
 @dataclass(frozen=True)
-class FoldPatch(Report):
+class FoldPatch(Record):
     """What a patch is: `quantkit.json` in its folder.
 
     source  name, revision, model type and sha256 of the config of the checkpoint that it belongs to

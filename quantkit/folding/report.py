@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quantkit.records import Report, TextTable
+from quantkit.records import Report
+from quantkit.tables import Line, TextTable, role_name
 
 
 class Way(StrEnum):
@@ -63,7 +64,7 @@ class FoldReport(Report):
         if self.layers:
             rows = tuple(
                 (
-                    f"{entry.layer}{' (MTP)' if entry.mtp else ''}",
+                    role_name(str(entry.layer), entry.mtp),
                     f"{entry.nbytes:,}",
                     entry.scales,
                     ", ".join(_short(name) for name in entry.weights) or "nothing",
@@ -80,6 +81,13 @@ class FoldReport(Report):
         facts += [("to", self.output)] if self.output else []
         facts += [("note", note) for note in self.notes]
         yield TextTable("", ("", ":"), tuple(facts))
+
+    def answer(self) -> Line:
+        """How many layers were folded, and where the result is."""
+        if not self.edited_bytes:
+            return Line(f"{self.checkpoint}: nothing to change")
+        where = f", in {self.output}" if self.output else ""
+        return Line(f"{self.checkpoint}, {self.way}: {self.edited_bytes:,} bytes of {len(self.layers)} layers{where}")
 
 
 def _short(name: str) -> str:

@@ -8,10 +8,9 @@ published     the figures that others have published, beside our own
 phases        formats weighed, pools with their checkpoints, and the engines' command lines
 weighing      which of two formats is better in which phase
 launch        the command lines, and the pairs of pools that an engine refuses
-deployment    what these return, and the deployment that is written to a file
+deployment    the deployment that is written to a file
 fingerprint   what tells one checkpoint from another
 drift         are these the checkpoints of that deployment
 report        what a plan of one format returns
-fit_tables    that, as tables
-phase_tables  phase plans and drift as tables
+phase_report  what phase plans and drift return
 """

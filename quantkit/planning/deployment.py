@@ -11,7 +11,7 @@ from quantkit.checkpoint.manifest import Origin
 from quantkit.checkpoint.writer import File
 from quantkit.errors import SourceError
 from quantkit.planning.report import CapacityReport
-from quantkit.records import Report
+from quantkit.records import Record
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class DeploymentManifest(Report):
+class DeploymentManifest(Record):
     """A deployment as planned: one pool, or one for prefill and one for decode."""
 
     version: str
@@ -112,42 +112,6 @@ class Candidate:
     name: str
     prefill: CapacityReport
     decode: CapacityReport
-
-
-@dataclass(frozen=True)
-class PhasePlan(Report):
-    """Which format serves which phase by the roofline, why, and the deployment that follows.
-
-    leads  how much faster, as a share, the phase's better format is than the other: `prefill`, `decode, N requests`,
-           `decode, all that fit`. Negative where the format that is better over all is slower
-    """
-
-    candidates: tuple[Candidate, ...]
-    leads: dict[str, float]
-    reasons: tuple[str, ...]
-    deployment: DeploymentManifest
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Drift:
-    """One thing in which a checkpoint is not what its pool says, or two checkpoints do not go together."""
-
-    pool: str
-    field: str
-    expected: str
-    found: str
-
-
-@dataclass(frozen=True)
-class DriftReport(Report):
-    """What `plan --check` found: `checkpoints` by the pool that they serve; `unchecked` could not be compared."""
-
-    manifest: str
-    passed: bool
-    checkpoints: dict[str, str]
-    drifts: tuple[Drift, ...]
-    unchecked: tuple[str, ...]
 
 
 def read_manifest(path: Path) -> DeploymentManifest:

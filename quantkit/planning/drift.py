@@ -7,8 +7,9 @@ from pathlib import Path
 from quantkit.checkpoint.manifest import Origin
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.writer import File
-from quantkit.planning.deployment import DeploymentManifest, Drift, DriftReport, Pool, read_manifest
+from quantkit.planning.deployment import DeploymentManifest, Pool, read_manifest
 from quantkit.planning.fingerprint import Fingerprint, Progress, fingerprint
+from quantkit.planning.phase_report import Drift, DriftReport
 
 _NO_POOL, _NOTHING = "none of the pools", "nothing"
 

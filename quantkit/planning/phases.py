@@ -12,11 +12,12 @@ from quantkit.conversion.plan import Plan, make_plan
 from quantkit.errors import SourceError, UsageError
 from quantkit.families.attention import Attention
 from quantkit.families.locate import describe_model
-from quantkit.planning.deployment import Candidate, DeploymentManifest, PhasePlan, Pool, ServedModel
+from quantkit.planning.deployment import Candidate, DeploymentManifest, Pool, ServedModel
 from quantkit.planning.fingerprint import Fingerprint, Progress, fingerprint, fingerprint_of_plan
 from quantkit.planning.fit import Deployment, describe, report
 from quantkit.planning.gpus import parse_gpus
 from quantkit.planning.launch import Deployed, launches, stored_layout
+from quantkit.planning.phase_report import PhasePlan
 from quantkit.planning.report import CapacityReport
 from quantkit.planning.roofline import Model
 from quantkit.planning.weighing import PHASES, PREFILL, choose

@@ -5,7 +5,7 @@ text       source and recipe, sizes, error by role, accuracy gate, how to serve 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ import yaml
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.writer import File
 from quantkit.errors import SourceError
-from quantkit.eval.gate.markdown import gate_table, markdown_table, shown_name
+from quantkit.eval.gate.markdown import gate_table, shown_name
 from quantkit.eval.gate.report import AccuracyReport, Comparison
+from quantkit.tables import TextTable, markdown, role_name
 from quantkit.verification.report import Verification
 
 CARD_FILE = "README.md"
@@ -152,26 +153,25 @@ def _sizes(manifest: Manifest) -> str:
     rows = []
     for group in manifest.groups:
         numbers = (f"{number:,}" for number in (group.weights, group.source_bytes, group.nbytes))
-        rows.append((_role(group.role, group.mtp), group.source_format, group.format, *numbers))
+        rows.append((role_name(group.role, group.mtp), group.source_format, group.format, *numbers))
     before, after = manifest.source.total_bytes, manifest.total_bytes
     rows.append(("**all**", "", "", "", f"{before:,}", f"{after:,}"))
     ratio = f" ({after / before:.1%})" if before else ""
-    table = markdown_table(("weights", "from", "to", "number", "bytes before", "bytes after"), rows, left=3)
+    table = _table(("weights", "from:", "to:", "number", "bytes before", "bytes after"), rows)
     return f"## Sizes\n\n{_megabytes(before)} became {_megabytes(after)}{ratio}.\n\n{table}"
 
 
 def _errors(verification: Verification | None) -> str:
     if verification is None:
         return ""
-    checks = markdown_table(
-        ("check", "covered"), [(check.name, check.note) for check in verification.checks if check.problems == 0], left=2
-    )
+    passed = [(check.name, check.note) for check in verification.checks if check.problems == 0]
+    checks = _table(("check", "covered:"), passed)
     text = f"## Verification\n\n`quantkit verify` found nothing wrong.\n\n{checks}"
     if not verification.errors:
         return text
     rows = [
         (
-            _role(entry.role, entry.mtp),
+            role_name(entry.role, entry.mtp),
             entry.format,
             f"{entry.weights:,}",
             f"{entry.relative_rms:.4%}",
@@ -180,7 +180,7 @@ def _errors(verification: Verification | None) -> str:
         )
         for entry in verification.errors
     ]
-    table = markdown_table(("weights", "format", "number", "RMS", "SQNR dB", "worst weight's RMS"), rows, left=2)
+    table = _table(("weights", "format:", "number", "RMS", "SQNR dB", "worst weight's RMS"), rows)
     meaning = "Error against the source: root mean square, relative to the weights'. What is not listed was copied."
     return f"{text}\n\n{meaning}\n\n{table}"
 
@@ -209,11 +209,15 @@ def _serving(facts: Facts) -> str:
 
 def _files(facts: Facts) -> str:
     rows = [(f"`{name}`", f"`{file.sha256}`", f"{file.nbytes:,}") for name, file in sorted(facts.files.items())]
-    table = markdown_table(("file", "sha256", "bytes"), rows, left=2)
+    table = _table(("file", "sha256:", "bytes"), rows)
     return f"## Files\n\n<details>\n<summary>{len(rows)} files and their sha256</summary>\n\n{table}\n\n</details>"
 
 
 # --- text
+
+
+def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return markdown([TextTable("", headings, tuple(rows))])
 
 
 def _megabytes(nbytes: int) -> str:
@@ -222,7 +226,3 @@ def _megabytes(nbytes: int) -> str:
 
 def _name(facts: Facts) -> str:
     return facts.repo.split("/")[-1]
-
-
-def _role(role: str, mtp: bool) -> str:
-    return f"{role} (MTP)" if mtp else role

@@ -17,6 +17,7 @@ from quantkit.checkpoint.writer import File
 from quantkit.errors import RemoteError
 from quantkit.records import Report
 from quantkit.remote.client import first_line, quiet_unless_terminal
+from quantkit.tables import Line, size
 
 Result = TypeVar("Result")
 
@@ -92,6 +93,19 @@ class PublishReport(Report):
     already_there: int
     card: str
     warnings: tuple[str, ...] = ()
+
+    def verbatim(self) -> str:
+        """Of a dry run the card, which is what remains to be judged."""
+        return self.card if self.commit is None else ""
+
+    def answer(self) -> Line:
+        """What is there now, or would be."""
+        visibility = "private" if self.private else "public"
+        sent = f"{self.uploaded} {'to send' if self.commit is None else 'sent'} ({size(self.uploaded_bytes)})"
+        return Line(
+            f"{self.url} ({visibility}), {self.revision}: {len(self.files)} files, {sent}, "
+            f"{self.already_there} already there" + (f"; commit {self.commit}" if self.commit else "")
+        )
 
 
 def address(repo: str) -> str:

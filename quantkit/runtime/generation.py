@@ -10,11 +10,11 @@ from typing import Protocol
 from quantkit.choices import KvDtype
 from quantkit.errors import RequestError, UsageError
 from quantkit.models.loading import load
-from quantkit.records import Report
 from quantkit.runtime.cache_options import CacheOptions as CacheOptions
 from quantkit.runtime.cache_options import cache_scales as cache_scales
 from quantkit.runtime.cache_options import open_cache
 from quantkit.runtime.engine import Engine, EngineOptions
+from quantkit.runtime.generation_report import Generated, GenerationReport, Prompt
 from quantkit.runtime.handoff.coordinator import Coordinator, CoordinatorOptions
 from quantkit.runtime.handoff.counters import HandoffReport
 from quantkit.runtime.handoff.terms import Identity
@@ -23,18 +23,9 @@ from quantkit.runtime.integrity.counters import IntegrityReport
 from quantkit.runtime.pages import CacheSpec
 from quantkit.runtime.requests import Completion, Event
 from quantkit.runtime.sampling import GREEDY, Sampling
-from quantkit.runtime.scales import LayerScales
 from quantkit.runtime.tokenizer import TextStream, Tokenizer, stop_tokens
 
 OnText = Callable[[int, str], None]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text, or tokens where there is none."""
-
-    text: str | None = None
-    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,57 +42,6 @@ class Apart:
     prefill: Identity
     decode: Identity
     workers: CoordinatorOptions
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What came of a prompt.
-
-    text    None where the prompt was given as tokens
-    finish  stop, length, failed, or refused: it could never fit
-    """
-
-    prompt: Prompt
-    prompt_tokens: int
-    text: str | None
-    tokens: tuple[int, ...]
-    finish: str
-    error: str | None
-
-
-@dataclass(frozen=True)
-class GenerationReport(Report):
-    """What a checkpoint said, and how its cache was kept.
-
-    pool_tokens       that fit into the pages
-    kv_scale_source   where the scales of an FP8 cache are from
-    kv_scales         the scales used, one entry for each layer of an FP8 cache
-    saturated, nan    values written to the cache that were beyond E4M3's range, and that were no numbers
-    counters          what the engine did; empty where workers have engines of their own
-    integrity         what was checked before pages were read, and found; None if nothing was, or by workers
-    handoff           what prefill and decode workers did together; None without them
-    """
-
-    checkpoint: str
-    kv: str
-    page_size: int
-    pages: int
-    pool_tokens: int
-    kv_scale_source: str
-    kv_scales: tuple[LayerScales, ...]
-    saturated: int
-    nan: int
-    completions: tuple[Generated, ...]
-    counters: dict[str, int]
-    warnings: tuple[str, ...]
-    integrity: IntegrityReport | None = None
-    handoff: HandoffReport | None = None
-
-    @property
-    def num_faults(self) -> int:
-        """Faults in pages and hand-offs, those that were mended included."""
-        found = self.handoff or self.integrity
-        return found.num_faults if found else 0
 
 
 class _Server(Protocol):

@@ -22,7 +22,7 @@ from quantkit.checkpoint.source import Source
 from quantkit.errors import CacheError
 from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.rope import spread_pairs
-from quantkit.records import Report
+from quantkit.records import Record
 from quantkit.weights.identity import find_other_model
 
 Numbers = float | list[float]  # a list gives the channels of a latent, or the rotated pairs
@@ -81,7 +81,7 @@ class KvScales:
 
 
 @dataclass(frozen=True)
-class KvScaleFile(Report):
+class KvScaleFile(Record):
     """What a file of scales holds: by the names that the tensors have in a checkpoint; lists for parts only.
 
     model  whose cache they are for; None in a file that does not say so, which is taken for any

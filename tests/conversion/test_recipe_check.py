@@ -141,7 +141,7 @@ def test_every_built_in_recipe_is_sound(recipes: Runner, name: str) -> None:
 
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"{name} is sound in itself" in result.stdout
-    assert len(result.stdout.splitlines()) == 2 + len(load_recipe(name).rules)
+    assert len(result.stdout.splitlines()) == 3 + len(load_recipe(name).rules)
     checked = check_recipe(name)
     assert (checked.model, checked.total_bytes, checked.warnings) == (None, 0, ())
     assert not any(rule.weights for rule in checked.rules)
@@ -240,8 +240,9 @@ def test_check_prints_tables_and_warnings(recipes: Runner, glm: Path) -> None:
     result = recipes("check", "glm-5.2-nvfp4-modelopt", glm)
 
     assert result.exit_code == 0
-    title, headings, first, *_ = result.stdout.splitlines()
-    assert title.rstrip() == f"glm-5.2-nvfp4-modelopt on {glm}: no engine refuses the result"
+    title, headings, first, *_, answer = result.stdout.splitlines()
+    assert title.rstrip() == f"glm-5.2-nvfp4-modelopt on {glm}"
+    assert answer == f"glm-5.2-nvfp4-modelopt on {glm}: no engine refuses the result"
     assert headings.split()[:4] == ["rule", "for", "gives", "layers"]
     assert first.split()[:5] == ["1", "roles:", "routed_expert", "nvfp4", "search"]
     assert f"{7 * 12 * EXPERT_NVFP4:,}" in first

@@ -64,10 +64,10 @@ def test_a_conversion_keeps_every_rule(toy_int4: Path) -> None:
     report = check_compatibility(toy_int4, tp=1)
 
     assert report.passed
-    rows = report.table().rows
+    rows = next(report.tables()).rows
     assert {row[0] for row in rows} >= {"modules-described", "kv-b", "top-level-format", "int4-groups"}
     assert all(row[1:4] != ("", "", "") for row in rows)
-    assert list(report.findings()) == []
+    assert list(report.lines()) == []
 
 
 def test_the_command_prints_what_is_wrong_and_what_mends_it(toy_int4: Path) -> None:

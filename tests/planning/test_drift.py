@@ -14,9 +14,10 @@ from quantkit.choices import KvLayout
 from quantkit.cli import app
 from quantkit.conversion import Options
 from quantkit.errors import CheckFailed, SourceError
-from quantkit.planning.deployment import DriftReport, Origin, read_manifest
+from quantkit.planning.deployment import Origin, read_manifest
 from quantkit.planning.drift import check_drift
 from quantkit.planning.fit import Deployment
+from quantkit.planning.phase_report import DriftReport
 from quantkit.planning.phases import Target, plan_phases
 from quantkit.recipe import Mtp, ScaleMethod
 

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from quantkit.cli import app
 from quantkit.conversion import Options
 from quantkit.errors import OutputError, UsageError
-from quantkit.planning.deployment import PhasePlan, read_manifest
+from quantkit.planning.deployment import read_manifest
 from quantkit.planning.fit import Deployment
+from quantkit.planning.phase_report import PhasePlan
 from quantkit.planning.phases import Target, plan_phases
 from quantkit.recipe import Mtp
 from support.phase_plans import NIXL

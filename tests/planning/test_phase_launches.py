@@ -11,9 +11,10 @@ import pytest
 from quantkit.choices import KvLayout
 from quantkit.errors import UsageError
 from quantkit.families.attention import Attention
-from quantkit.planning.deployment import Launch, PhasePlan
+from quantkit.planning.deployment import Launch
 from quantkit.planning.fit import Deployment
 from quantkit.planning.launch import Deployed, launches, stored_layout
+from quantkit.planning.phase_report import PhasePlan
 from quantkit.planning.phases import Target, plan_phases
 from support.paths import CONFIGS
 from support.phase_plans import NIXL

@@ -12,9 +12,10 @@ import quantkit
 from quantkit.checkpoint.source import open_source
 from quantkit.conversion import Options
 from quantkit.errors import SourceError, UsageError
-from quantkit.planning.deployment import Candidate, PhasePlan
+from quantkit.planning.deployment import Candidate
 from quantkit.planning.fingerprint import fingerprint
 from quantkit.planning.fit import Deployment
+from quantkit.planning.phase_report import PhasePlan
 from quantkit.planning.phases import Target, plan_phases
 from quantkit.planning.weighing import Choice, choose
 from quantkit.recipe import Mtp

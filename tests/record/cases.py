@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from quantkit.checkpoint import locate
+from quantkit.families import locate
 from quantkit.recipe import recipe_names
 from record.recording import Recorder
 from support.families import NAMES, PUBLISHED, write_family

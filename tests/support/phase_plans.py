@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.choices import KvLayout
-from quantkit.planning.deployment import PhasePlan
 from quantkit.planning.fit import Deployment
+from quantkit.planning.phase_report import PhasePlan
 from quantkit.planning.phases import Target, plan_phases
 
 FP8 = Deployment(kv=KvLayout.FP8)

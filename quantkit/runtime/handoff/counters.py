@@ -9,13 +9,13 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quantkit.errors import HandoffError
-from quantkit.records import Report
+from quantkit.records import Record
 from quantkit.runtime.handoff.messages import Opened, Refused, Said
 from quantkit.runtime.integrity.counters import IntegrityReport, metrics
 
 
 @dataclass(frozen=True)
-class HandoffReport(Report):
+class HandoffReport(Record):
     """What two kinds of workers did together.
 
     prefill, decode    workers of each kind
@@ -46,6 +46,20 @@ class HandoffReport(Report):
     def num_faults(self) -> int:
         """All that were found, in hand-offs and in pages."""
         return sum(self.faults.values()) + sum(one.num_faults for one in self.checked.values())
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.prefill} prefill and {self.decode} decode workers: {self.handoffs:,} hand-offs",
+            f"{self.source_pages:,} pages of {self.nbytes:,} bytes became {self.pages:,}",
+            f"{self.saturated:,} values clamped",
+            *(f"{count:,} {kind} workers lost" for kind, count in self.lost.items()),
+            *(f"{count:,} faults: {cause}" for cause, count in self.faults.items()),
+        ]
+        for kind, found in self.checked.items():
+            parts.append(f"{found.pages:,} pages checked in {kind}")
+            parts += [f"{count:,} faults in {kind}: {cause}" for cause, count in found.faults.items() if count]
+            parts += [f"{found.retries:,} computed again in {kind}"] * bool(found.retries)
+        return ", ".join(parts) + (f", {self.retried:,} attempts repeated" if self.retried else "")
 
 
 class HandoffCounters(Collector):

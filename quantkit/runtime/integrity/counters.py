@@ -7,12 +7,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quantkit.records import Report
+from quantkit.records import Record
 from quantkit.runtime.integrity.causes import Cause
 
 
 @dataclass(frozen=True)
-class IntegrityReport(Report):
+class IntegrityReport(Record):
     """What the checks did and found.
 
     steps            that were checked before they read pages

@@ -20,10 +20,10 @@ from quantkit.eval.bench.decode_report import DecodeReport, Speed, WeightBytes
 from quantkit.eval.bench.decode_speed import Options, bench_decode, measure, random_checkpoints, weigh
 from quantkit.eval.bench.decode_turns import Arm, Turns, compare_decode, compare_prefill, make_row
 from quantkit.eval.bench.random_model import Shape, shape_of_size, write_random
-from quantkit.eval.gate.report_files import markdown
 from quantkit.families.inventory import inventory
 from quantkit.models import Cache, load
 from quantkit.runtime import EngineOptions, cache_spec, unscaled
+from quantkit.tables import markdown
 from support import counting_model as stub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -343,7 +343,7 @@ def test_command_writes_its_report(run: Runner, made_up: tuple[Path, Path], tmp_
     assert (tmp_path / "report.json").read_text() == out
     report = DecodeReport.from_json(out)
     assert (report.baseline.name, report.candidate.name) == ("fp8", "int4")
-    assert (tmp_path / "report.md").read_text() == markdown(report.tables())
+    assert (tmp_path / "report.md").read_text() == markdown(report.tables()) + "\n"
 
 
 def test_command_makes_a_model(run: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from quantkit.eval.bench.bootstrap import Resampling, Series, p95, ratio, total
 from quantkit.eval.bench.integrity_cost import Options, bench_integrity, measure
 from quantkit.eval.bench.integrity_report import Cost, CostRow, Costs, IntegrityCostReport
 from quantkit.eval.bench.random_model import Shape
-from quantkit.eval.gate.report_files import markdown
 from quantkit.models import Cache
 from quantkit.runtime import Engine
 from quantkit.runtime.integrity.steps import StepTracker
+from quantkit.tables import markdown
 from support import counting_model as stub
 from support.program import Result, Runner
 from support.tiers import exhaustive
@@ -220,7 +220,7 @@ def test_command_passes(run: Runner, clocked: Clocked, tmp_path: Path) -> None:
     report = IntegrityCostReport.from_json(out)
     assert (report.passed, report.model, report.rows[0].content) == (True, "folder", None)
     assert report.rows[0].tags.cpu.value == pytest.approx(0.005)
-    assert (tmp_path / "report.md").read_text() == markdown(report.tables())
+    assert (tmp_path / "report.md").read_text() == markdown(report.tables()) + "\n"
 
 
 def test_command_fails_where_tags_cost_too_much(run: Runner, clocked: Clocked) -> None:

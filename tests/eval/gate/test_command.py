@@ -114,14 +114,14 @@ def test_json_is_the_report(run: Eval, verdict: Verdict) -> None:
 
 @pytest.mark.parametrize("verdict", Verdict)
 def test_tables_show_verdict_and_reasons(run: Eval, verdict: Verdict) -> None:
-    """The verdict stands in capitals with suite, rule and margin, and each reason below it in full."""
+    """The verdict is the last line, in capitals with suite, rule and margin, and each reason above it in full."""
     run.report = make_report(verdict)
 
     _, stdout, _ = run("INT4", "--baseline", "BF16")
 
-    lines = stdout.splitlines()
-    place = lines.index(f"{verdict.upper()}  (suite published, rule paired, margin 0.8 points)")
-    assert lines[place + 1 :] == [f"  {reason}" for reason in run.report.reasons]
+    reasons = [f"  {reason}" for reason in run.report.reasons]
+    answer = f"{verdict.upper()}  (suite published, rule paired, margin 0.8 points)"
+    assert stdout.splitlines()[-len(reasons) - 1 :] == [*reasons, answer]
 
 
 def test_tables_show_the_evidence(run: Eval) -> None:
