@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from quantkit.checkpoint.source import Source
-from quantkit.conversion import summarize
+from quantkit.conversion.outcome import summarize
 from quantkit.conversion.plan import Step, make_plan
 from quantkit.conversion.recipe_report import RecipeCheck, RecipeContent, RecipeEntry, RecipeList, RuleFit
 from quantkit.errors import EngineError, PlanError

@@ -7,7 +7,8 @@ from pathlib import Path
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
 from quantkit.choices import IndexCache, KvLayout
-from quantkit.conversion import Options, choose_recipe
+from quantkit.conversion import Options
+from quantkit.conversion.choice import choose_recipe
 from quantkit.conversion.plan import make_plan
 from quantkit.errors import SourceError, UsageError
 from quantkit.families.attention import Attention
