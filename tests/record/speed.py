@@ -58,7 +58,7 @@ def main() -> None:
         words = " ".join(argument if isinstance(argument, str) else argument.name for argument in arguments)
         lines.append(f"| `quantkit {words}` | {seconds:.2f} | {seconds / unit:.1f} |")
     for name, *options in BENCHMARKS:
-        command = [sys.executable, "-m", f"quantkit.eval.{name}", *options]
+        command = [sys.executable, "-m", f"quantkit.eval.bench.{name}", *options]
         run = subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
         lines += ["", f"`{name} {' '.join(options)}`", "", run.stdout.strip()]
     SPEED.write_text("\n".join(lines) + "\n")
