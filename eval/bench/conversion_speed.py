@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.choices import ScaleMethod
 from quantkit.conversion import preview
 from quantkit.eval.bench import peers
 from quantkit.eval.bench.random_model import write_random
-from quantkit.recipe import ScaleMethod, find_alias
+from quantkit.recipe import find_alias
 
 _PIECE_BYTES = 16 << 20
 _EXPERTS_IN_A_LAYER = 24  # so that a shard, which holds a layer, has about 1 GB

@@ -16,10 +16,11 @@ import torch
 
 from quantkit import ops
 from quantkit.checkpoint.source import open_source
+from quantkit.choices import ScaleMethod
 from quantkit.eval.bench import peers
 from quantkit.formats import fp8_block
 from quantkit.naming import Role
-from quantkit.recipe import GROUP_SIZES, ScaleMethod
+from quantkit.recipe import GROUP_SIZES
 from quantkit.weights.layout import CODES_PER_WORD, NVFP4_GROUP
 from quantkit.weights.rows import Reader
 from quantkit.weights.weight import Encoding, read_weights

@@ -26,9 +26,9 @@ import torch
 
 from quantkit.checkpoint.config import KEY
 from quantkit.checkpoint.source import Source, open_source
+from quantkit.choices import Dialect
 from quantkit.errors import DependencyError, SourceError
 from quantkit.naming import Role, TensorName
-from quantkit.recipe import Dialect
 from quantkit.weights.rows import Reader
 from quantkit.weights.weight import Encoding, Strategy, Weight, read_weights
 

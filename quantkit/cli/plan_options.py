@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit.choices import IndexCache, KvLayout
-from quantkit.recipe import Dialect, Mtp, Rest
+from quantkit.choices import Dialect, IndexCache, KvLayout
+from quantkit.recipe import Mtp, Rest
 
 
 class Explain(StrEnum):

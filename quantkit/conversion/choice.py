@@ -4,19 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.source import Source
+from quantkit.choices import Dialect, ScaleMethod
 from quantkit.naming import TensorName
-from quantkit.recipe import (
-    Dialect,
-    Mtp,
-    Recipe,
-    Rest,
-    Rule,
-    ScaleMethod,
-    Scheme,
-    Treatment,
-    default_recipe,
-    load_recipe,
-)
+from quantkit.recipe import Mtp, Recipe, Rest, Rule, Scheme, Treatment, default_recipe, load_recipe
 from quantkit.weights.weight import Encoding, read_weights
 
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from quantkit.checkpoint.source import Source
+from quantkit.choices import ScaleMethod
 from quantkit.conversion.steps import Step
 from quantkit.engines.rules import Facts, Judgement, Module, Status, judge
 from quantkit.errors import PlanError
-from quantkit.recipe import Recipe, ScaleMethod
+from quantkit.recipe import Recipe
 
 
 def planned_facts(

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.choices import ScaleMethod
 from quantkit.conversion.plan import Step
 from quantkit.conversion.steps import Action
-from quantkit.recipe import ScaleMethod
 from quantkit.weights.layout import CODES_PER_WORD, KV_SCALES, NVFP4, NVFP4_GROUP
 from quantkit.weights.rows import Reader, check_block_scales, nan_error
 from quantkit.weights.weight import Encoding

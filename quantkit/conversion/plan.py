@@ -15,11 +15,12 @@ from typing import Any
 from quantkit.checkpoint.config import MODELOPT_FILE, MTP_KEY, replace_value, splice
 from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, Source
+from quantkit.choices import Dialect
 from quantkit.conversion.engine_check import check_engines, planned_facts
 from quantkit.conversion.steps import Step, make_steps
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
-from quantkit.recipe import Dialect, Mtp, Recipe
+from quantkit.recipe import Mtp, Recipe
 from quantkit.weights.layout import KV_SCALES
 from quantkit.weights.quantization_config import Format, describe, modelopt_file
 from quantkit.weights.weight import Encoding, Weight, read_weights

@@ -18,11 +18,11 @@ from quantkit.checkpoint.occupancy import is_idle
 from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import CONFIG_FILE, Source, open_source
 from quantkit.checkpoint.writer import MANIFEST_FILE, check_apart, file_of, write_whole
+from quantkit.choices import Dialect, EngineName
 from quantkit.conversion.engine_check import check_engines
 from quantkit.conversion.plan import describe_weights
 from quantkit.engines.rules import Facts
 from quantkit.errors import PlanError
-from quantkit.recipe import Dialect, EngineName
 from quantkit.weights.quantization_config import Format
 from quantkit.weights.weight import Weight, read_weights
 

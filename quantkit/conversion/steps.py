@@ -16,9 +16,10 @@ from enum import StrEnum, auto
 from functools import cached_property
 
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
+from quantkit.choices import Dialect
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
-from quantkit.recipe import Dialect, Mtp, Recipe, Scheme, Treatment
+from quantkit.recipe import Mtp, Recipe, Scheme, Treatment
 from quantkit.weights.layout import NVFP4_GROUP, int4_specs, nvfp4_specs
 from quantkit.weights.quantization_config import Format
 from quantkit.weights.weight import FLOAT_DTYPES, Encoding, Strategy, Weight

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from quantkit.checkpoint.manifest import Manifest, read_manifest
 from quantkit.checkpoint.source import Source
+from quantkit.choices import EngineName, ScaleMethod
 from quantkit.engines.report import Compatibility, RuleResult
 from quantkit.engines.rules import Facts, Judgement, Status, judge
 from quantkit.errors import UsageError
 from quantkit.families.locate import describe_model
-from quantkit.recipe import EngineName, ScaleMethod
 from quantkit.weights.rows import Reader
 from quantkit.weights.weight import Encoding, Weight, read_weights
 

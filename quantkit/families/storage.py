@@ -24,9 +24,9 @@ from functools import cache
 from typing import Any
 
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.choices import Dialect
 from quantkit.errors import SourceError
 from quantkit.naming import TensorName
-from quantkit.recipe import Dialect
 from quantkit.weights.config_groups import ConfigGroups
 from quantkit.weights.layout import NVFP4_GROUP, fp8_block_specs, int4_specs, nvfp4_specs
 

@@ -14,35 +14,20 @@ from typing import Any
 
 import yaml
 
+from quantkit.choices import Dialect, EngineName, ScaleMethod
 from quantkit.errors import RecipeError, UsageError
 from quantkit.naming import Role
-from quantkit.recipe.rules import (
-    GROUP_SIZES,
-    QUANTIZED,
-    Dialect,
-    EngineName,
-    Layers,
-    Mtp,
-    Recipe,
-    Rest,
-    Rule,
-    ScaleMethod,
-    Scheme,
-    Treatment,
-)
+from quantkit.recipe.rules import GROUP_SIZES, QUANTIZED, Layers, Mtp, Recipe, Rest, Rule, Scheme, Treatment
 
 __all__ = [
     "GROUP_SIZES",
     "QUANTIZED",
     "Alias",
-    "Dialect",
-    "EngineName",
     "Layers",
     "Mtp",
     "Recipe",
     "Rest",
     "Rule",
-    "ScaleMethod",
     "Scheme",
     "Treatment",
     "default_recipe",

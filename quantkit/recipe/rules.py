@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from quantkit.choices import Dialect, EngineName, ScaleMethod
 from quantkit.errors import RecipeError, UsageError
 from quantkit.naming import Role, TensorName
 
@@ -22,40 +23,6 @@ class Scheme(StrEnum):
 
 
 QUANTIZED = (Scheme.INT4, Scheme.NVFP4)
-
-
-class Dialect(StrEnum):
-    """How a checkpoint spells its tensors and describes them in its config."""
-
-    COMPRESSED_TENSORS = "compressed-tensors"
-    MODELOPT = "modelopt"  # NVIDIA Model-Optimizer; NVFP4 with a plain rest
-
-
-class EngineName(StrEnum):
-    """The engines whose rules are known."""
-
-    VLLM = "vLLM"
-    SGLANG = "SGLang"
-    TRANSFORMERS = "transformers"
-
-
-class ScaleMethod(StrEnum):
-    """How the scale of a group is chosen: of INT4, its largest magnitude / a divisor."""
-
-    MINMAX = "minmax"  # INT4: always 7.5. NVFP4: the largest magnitude becomes 6
-    SEARCH = "search"  # the candidate that gives the smallest squared error
-    SIGNED = "signed"  # INT4: the same, with negative scales where they map the group's largest weight to the code -8
-
-    @property
-    def divisors(self) -> tuple[tuple[int, int], ...]:
-        """INT4's candidates as (numerator, denominator), all of them safe (`quantkit.kernels.convert.int4_tables`).
-
-        Of the 27 safe divisors in 6..14 with denominators up to 10, the ten that give the smallest squared error on
-        Gaussian weights rounded to FP8, with and without signs, over g = 32, 64 and 128; all 27 gain 0.15 % more.
-        """
-        if self is ScaleMethod.MINMAX:
-            return ((15, 2),)
-        return ((20, 3), (7, 1), (52, 7), (15, 2), (8, 1), (42, 5), (17, 2), (44, 5), (9, 1), (99, 10))
 
 
 class Mtp(StrEnum):

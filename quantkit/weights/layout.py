@@ -16,8 +16,8 @@ and the files of these names in SGLang 0.5.23.
 from dataclasses import dataclass
 
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.choices import Dialect
 from quantkit.naming import TensorName
-from quantkit.recipe import Dialect
 
 CODES_PER_WORD = 8  # 4-bit codes in an int32
 NVFP4_GROUP = 16  # weights that share an E4M3 scale

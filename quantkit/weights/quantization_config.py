@@ -27,9 +27,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.choices import Dialect
 from quantkit.errors import PlanError
 from quantkit.naming import Role, TensorName
-from quantkit.recipe import Dialect
 from quantkit.version import VERSION
 from quantkit.weights.weight import Encoding, Strategy, Weight
 

@@ -11,9 +11,9 @@ from math import prod
 
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.choices import Dialect
 from quantkit.errors import SourceError
 from quantkit.naming import TensorName
-from quantkit.recipe import Dialect
 from quantkit.weights.experts import Slab, split_experts
 from quantkit.weights.layout import (
     CODES_PER_WORD,

@@ -14,8 +14,8 @@ import transformers
 
 import quantkit
 from engine_loaders.running import finish, start
+from quantkit.choices import ScaleMethod
 from quantkit.conversion import Options
-from quantkit.recipe import ScaleMethod
 from support import smollm
 
 MISSING = smollm.missing_packages()

@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 import quantkit
+from quantkit.choices import ScaleMethod
 from quantkit.cli import app
 from quantkit.engines.check import check_compatibility
 from quantkit.engines.report import Compatibility
 from quantkit.engines.rules import RULES
 from quantkit.errors import UsageError
-from quantkit.recipe import ScaleMethod
 from support.headers import config_of
 from support.tiers import exhaustive
 

@@ -8,8 +8,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quantkit.choices import ScaleMethod
 from quantkit.formats import fp8_block, int4
-from quantkit.recipe import ScaleMethod
 
 SHAPES = [(1, 32), (3, 96), (128, 256), (144, 384)]
 

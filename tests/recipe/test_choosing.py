@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from quantkit.choices import Dialect, ScaleMethod
 from quantkit.errors import QuantkitError, RecipeError, UsageError
 from quantkit.naming import Role, TensorName
 from quantkit.recipe import (
-    Dialect,
     Recipe,
     Rest,
     Rule,
-    ScaleMethod,
     Scheme,
     Treatment,
     default_recipe,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit.choices import Dialect
 from quantkit.engines.rules import Facts, Judgement, Module, judge
 from quantkit.naming import TensorName
-from quantkit.recipe import Dialect
 from quantkit.weights.quantization_config import Format, describe
 from quantkit.weights.weight import Encoding
 

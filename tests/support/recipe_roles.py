@@ -1,10 +1,7 @@
 """A weight of each role, and what a recipe makes of it."""
 
 from quantkit.naming import Role, TensorName
-from quantkit.recipe import (
-    Recipe,
-    Treatment,
-)
+from quantkit.recipe import Recipe, Treatment
 
 LAST = "\n  - {roles: all, scheme: keep}"
 NAMES = {

@@ -9,6 +9,7 @@ import pytest
 
 import quantkit
 from quantkit.checkpoint.source import open_source
+from quantkit.choices import ScaleMethod
 from quantkit.eval.bench import peers
 from quantkit.eval.bench.conversion_speed import (
     drop_caches,
@@ -27,7 +28,7 @@ from quantkit.eval.bench.scale_error import (
     table_row,
 )
 from quantkit.naming import Role
-from quantkit.recipe import GROUP_SIZES, ScaleMethod
+from quantkit.recipe import GROUP_SIZES
 from quantkit.weights.weight import read_weights
 from support.paths import GLM_TINY
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit import ops
+from quantkit.choices import ScaleMethod
 from quantkit.formats import fp8_block
 from quantkit.kernels.convert.int4_tables import code_tables
 from quantkit.kernels.e4m3 import VALUES
-from quantkit.recipe import ScaleMethod
 
 SHAPES = [(1, 128), (129, 128), (144, 256), (320, 448), (576, 384)]
 
