@@ -9,7 +9,8 @@ from pathlib import Path
 from quantkit.families.locate import describe_model
 from quantkit.records import Report
 from quantkit.tables import Line, TextTable, role_name, size
-from quantkit.weights.weight import Weight, read_weights
+from quantkit.weights.grouping import read_weights
+from quantkit.weights.weight import Weight
 
 
 @dataclass(frozen=True)

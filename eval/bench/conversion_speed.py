@@ -24,6 +24,7 @@ from quantkit.conversion import preview
 from quantkit.eval.bench import peers
 from quantkit.eval.bench.random_model import write_random
 from quantkit.recipe import find_alias
+from quantkit.weights.encodings import is_main
 
 _PIECE_BYTES = 16 << 20
 _EXPERTS_IN_A_LAYER = 24  # so that a shard, which holds a layer, has about 1 GB
@@ -129,7 +130,7 @@ def time_peer(peer: str, source: Path, output: Path) -> Timing:
     recipe = next(arm.recipe for arm in _ARMS if peer in arm.peers)
     planned = preview(source, recipe).groups
     done = peers.count_4bit_weights(output)
-    wanted = sum(group.weights for group in planned if group.format.startswith(("int4", "nvfp4")))
+    wanted = sum(group.weights for group in planned if is_main(group.format))
     if done != wanted:
         raise RuntimeError(f"{peer} made {done} of {wanted} experts 4-bit")
     if (ratio := peers.largest_partner_ratio(output)) > 1:

@@ -19,10 +19,10 @@ from quantkit.eval.bench.decode_report import DecodeReport, KvFormats, WeightByt
 from quantkit.eval.bench.decode_turns import Arm, Compared, Turns, compare_decode, compare_prefill
 from quantkit.eval.bench.random_model import shape_of_size, write_random
 from quantkit.models import Decoder, load
-from quantkit.models.packed import Packed
 from quantkit.runtime import cache_spec, uniform_scales, unscaled
 from quantkit.runtime.engine import Model
 from quantkit.runtime.pages import FP8, CacheSpec
+from quantkit.weights.packed import Packed
 
 Tell = Callable[[str], None]
 
@@ -119,7 +119,7 @@ def weigh(model: Decoder, name: str) -> WeightBytes:
     numbers: dict[str, int] = {}
     for weight in _weights(model.layers):
         count = weight.codes.shape[0] if _is_stacked(weight) else 1
-        numbers[weight.encoding] = numbers.get(weight.encoding, 0) + count * weight.shape[0] * weight.shape[1]
+        numbers[weight.encoding.name] = numbers.get(weight.encoding.name, 0) + count * weight.shape[0] * weight.shape[1]
     moe = model.config.moe
     chosen = Fraction(moe.top_k, moe.experts) if moe else Fraction(1)
     parts = (model.layers, model.norm, model.head)

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.source import INDEX_FILE, open_source
+from quantkit.weights.encodings import NVFP4
+from quantkit.weights.grouping import read_weights
 from quantkit.weights.rows import Reader
-from quantkit.weights.weight import Encoding, read_weights
 
 GROUP_SIZE = 32
 # and the modules that they are imported as
@@ -82,8 +83,10 @@ def largest_partner_ratio(folder: Path) -> float:
     source = open_source(folder)
     reader, scales = Reader(source), dict[str, list[float]]()
     for weight in read_weights(source):
-        if weight.encoding is Encoding.NVFP4:
-            scales.setdefault(weight.name.fused_projection or weight.module, []).append(reader.multiplier(weight))
+        if weight.encoding is NVFP4:
+            scales.setdefault(weight.name.fused_projection or weight.module, []).append(
+                NVFP4.multiplier(reader, weight)
+            )
     return max((max(found) / min(found) for found in scales.values()), default=1.0)
 
 

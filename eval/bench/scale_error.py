@@ -20,10 +20,11 @@ from quantkit.choices import ScaleMethod
 from quantkit.eval.bench import peers
 from quantkit.formats import fp8_block
 from quantkit.naming import Role
-from quantkit.recipe import GROUP_SIZES
-from quantkit.weights.layout import CODES_PER_WORD, NVFP4_GROUP
+from quantkit.weights.encodings import FP8, INT4
+from quantkit.weights.encodings.int4 import CODES_PER_WORD
+from quantkit.weights.encodings.nvfp4 import GROUP
+from quantkit.weights.grouping import read_weights
 from quantkit.weights.rows import Reader
-from quantkit.weights.weight import Encoding, read_weights
 
 BLOCK = (128, 128)
 PEER_COLUMNS = {
@@ -60,8 +61,8 @@ def routed_experts(folder: Path) -> list[Fp8Weight]:
     experts = []
     reader = Reader(source)
     for weight in read_weights(source):
-        if weight.name.role is Role.ROUTED_EXPERT and weight.encoding is Encoding.FP8:
-            data, scale = reader.fp8_rows(weight, 0, weight.shape[0])
+        if weight.name.role is Role.ROUTED_EXPERT and weight.encoding is FP8:
+            data, scale = FP8.coded_rows(reader, weight, 0, weight.shape[0])
             experts.append(Fp8Weight(data.copy(), scale.copy()))  # the reader uses its buffers again
     return experts
 
@@ -99,7 +100,7 @@ def nvfp4_errors(weights: Iterable[Fp8Weight]) -> dict[ScaleMethod, float]:
         exponent = ops.nvfp4_exponent(448.0 * float(weight.scale.max()), "weight")
         for method in totals:
             packed: ops.Bytes = np.empty((rows, columns // 2), np.uint8)
-            scale: ops.Bytes = np.empty((rows, columns // NVFP4_GROUP), np.uint8)
+            scale: ops.Bytes = np.empty((rows, columns // GROUP), np.uint8)
             searched = method is ScaleMethod.SEARCH
             ops.fp8_block_to_nvfp4(weight.data, weight.scale, BLOCK, exponent, searched, packed, scale)
             error = ops.nvfp4_error(weight.data, weight.scale, BLOCK, packed, scale, 2.0**exponent)
@@ -127,7 +128,7 @@ def main() -> None:
         groups[f"routed experts of {arguments.checkpoint.name}"] = routed_experts(arguments.checkpoint)
     sys.stdout.write(f"| weights | g | {' | '.join(COLUMNS)} |\n|---|{'---|' * (len(COLUMNS) + 1)}\n")
     for name, weights in groups.items():
-        for group_size in GROUP_SIZES:
+        for group_size in INT4.group_sizes:
             sys.stdout.write(table_row(name, weights, group_size))
             sys.stdout.flush()
     sys.stdout.write("\n| NVFP4 weights | minmax | search |\n|---|---|---|\n")

@@ -19,7 +19,7 @@ from quantkit.eval.gate.paged_model import take_remarks
 from quantkit.eval.gate.report import DistributionReport
 from quantkit.eval.gate.task_specs import TaskSpec
 from quantkit.verification import verify
-from quantkit.weights.weight import Encoding, read_weights
+from quantkit.weights.grouping import read_weights
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Arms:
         baseline, candidate = self.baseline.folder, self.candidate.folder
         ours = (candidate / MANIFEST_FILE).exists()
         encodings = {weight.encoding for weight in read_weights(open_source(baseline))}
-        source = encodings.isdisjoint((Encoding.INT4, Encoding.NVFP4))
+        source = not any(each.is_main for each in encodings)
         with self._timed("verify"):
             result = verify(candidate, baseline if ours and source else None)
         return tuple(

@@ -29,8 +29,10 @@ from quantkit.checkpoint.source import Source, open_source
 from quantkit.choices import Dialect
 from quantkit.errors import DependencyError, SourceError
 from quantkit.naming import Role, TensorName
+from quantkit.weights.encodings import FP8, Encoding
+from quantkit.weights.grouping import read_weights
 from quantkit.weights.rows import Reader
-from quantkit.weights.weight import Encoding, Strategy, Weight, read_weights
+from quantkit.weights.weight import Strategy, Weight
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def check_measurable(folder: Path) -> Source:
         if weight.dialect is Dialect.MODELOPT:
             what = f"NVFP4 in ModelOpt's spelling, which transformers does not read: {weight.name}"
             raise _not_measurable(folder, what, "--format compressed-tensors")
-        if weight.encoding is Encoding.FP8 and (trouble := _trouble_with_fp8(weight, compressed)):
+        if weight.encoding is FP8 and (trouble := _trouble_with_fp8(weight, compressed)):
             raise _not_measurable(folder, f"{trouble}: {weight.name}", "--bf16")
         if weight.name.role is Role.ROUTED_EXPERT:
             experts.setdefault(weight.encoding, weight)

@@ -28,7 +28,8 @@ from quantkit.eval.proofs.breakage import BREAKAGES, break_checkpoint
 from quantkit.recipe import Scheme
 from quantkit.runtime.cache_options import CacheOptions
 from quantkit.tables import markdown_row
-from quantkit.weights.weight import Encoding, read_weights
+from quantkit.weights.encodings import PLAIN
+from quantkit.weights.grouping import read_weights
 
 DEFAULT = "INT4 g=32 search"
 CONVERSIONS = {
@@ -65,7 +66,7 @@ class Bench:
 
     def baseline(self, model: Path) -> Path:
         """`model` itself, or its decoding to BF16 if it holds FP8."""
-        if all(weight.encoding is Encoding.PLAIN for weight in read_weights(open_source(model))):
+        if all(weight.encoding is PLAIN for weight in read_weights(open_source(model))):
             return model
         output = self.work / f"{model.name} bf16"
         if not output.exists():

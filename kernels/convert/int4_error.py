@@ -5,30 +5,13 @@ number times its float32 scale has 28 significant bits, a code times its BF16 sc
 are differences of such numbers at nearly the same exponent.
 """
 
-from dataclasses import dataclass
-
 import numba
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.convert.int4_groups import CODES_PER_WORD
+from quantkit.kernels.convert.weight_error import WeightError
 from quantkit.kernels.e4m3 import VALUES
-
-
-@dataclass(frozen=True)
-class Int4Error:
-    """Sums over the weights of a piece.
-
-    squared_error   sum of (source - decoded)^2
-    squared_weight  sum of source^2
-    not_nearest     codes for which another code lies nearer to the source
-    bad_scales      groups whose scale is not a normal finite number; their codes count in nothing else
-    """
-
-    squared_error: float
-    squared_weight: float
-    not_nearest: int
-    bad_scales: int
 
 
 def int4_error(
@@ -37,11 +20,11 @@ def int4_error(
     block: tuple[int, int],
     packed: npt.NDArray[np.uint32],
     out_scale: npt.NDArray[np.uint16],
-) -> Int4Error:
+) -> WeightError:
     """Compare FP8 `weight` [N, K] and `scale` float32 [ceil(N/rows), ceil(K/columns)] with INT4 `packed` [N, K/8] and
     `out_scale` BF16 bits [N, K/g]."""
     stored = (out_scale.astype(np.uint32) << 16).view(np.float32)
-    return Int4Error(*_compare(weight, scale, block[0], block[1], packed, stored))
+    return WeightError(*_compare(weight, scale, block[0], block[1], packed, stored))
 
 
 @numba.njit(nogil=True, cache=True)

@@ -4,12 +4,11 @@ Plain arithmetic in float64, sharing nothing with the loops that made the codes:
 has 28 significant bits there, and a midpoint of E2M1 times an E4M3 number and a power of two has seven.
 """
 
-from typing import NamedTuple
-
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.convert.weight_error import WeightError
 from quantkit.kernels.e4m3 import VALUES
 
 _GROUP_SIZE = 16
@@ -21,22 +20,6 @@ _NUMBERS, _FROM, _TO = (  # [16] by code
 )
 
 
-class Nvfp4Error(NamedTuple):
-    """Sums over the weights of a piece.
-
-    squared_error   sum of (source - decoded)^2
-    squared_weight  sum of source^2
-    not_nearest     codes for which another code lies nearer to the source
-    bad_scales      groups whose scale is NaN, negative, or zero although a weight or a code is not; their codes count
-                    in nothing else
-    """
-
-    squared_error: float
-    squared_weight: float
-    not_nearest: int
-    bad_scales: int
-
-
 def nvfp4_error(
     weight: npt.NDArray[np.uint8],
     scale: npt.NDArray[np.float32],
@@ -44,10 +27,10 @@ def nvfp4_error(
     packed: npt.NDArray[np.uint8],
     out_scale: npt.NDArray[np.uint8],
     multiplier: float,
-) -> Nvfp4Error:
+) -> WeightError:
     """Compare FP8 `weight` [N, K] and `scale` float32 [ceil(N/rows), ceil(K/columns)], of any block, with NVFP4
     `packed` [N, K/2], `out_scale` E4M3 bytes [N, K/16] and a global scale that multiplies."""
-    return Nvfp4Error(*_compare_fp8(weight, scale, block[0], block[1], packed, out_scale, multiplier))
+    return WeightError(*_compare_fp8(weight, scale, block[0], block[1], packed, out_scale, multiplier))
 
 
 def float_nvfp4_error(
@@ -56,9 +39,9 @@ def float_nvfp4_error(
     out_scale: npt.NDArray[np.uint8],
     multiplier: float,
     slack: float,
-) -> Nvfp4Error:
+) -> WeightError:
     """Compare floats `weight` [N, K], which may be off by `slack` relatively, with NVFP4 as in `nvfp4_error`."""
-    return Nvfp4Error(*_compare_floats(weight, packed, out_scale, multiplier, slack))
+    return WeightError(*_compare_floats(weight, packed, out_scale, multiplier, slack))
 
 
 @numba.njit(nogil=True, cache=True)

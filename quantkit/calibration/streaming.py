@@ -24,7 +24,6 @@ from quantkit.models.decoder import Layer
 from quantkit.models.loading import LayerReader
 from quantkit.models.mla import Mla
 from quantkit.models.moe import Moe, Router, Routing
-from quantkit.models.packed import decode
 from quantkit.models.rope import make_rotation
 
 
@@ -205,7 +204,7 @@ class LayerStream:
 def _metric(layer: Layer) -> torch.Tensor:
     """How errors of values count: by the norms of o_proj's columns; MLA's latents, what they become in all heads."""
     attention = layer.attention
-    norms: torch.Tensor = torch.linalg.vector_norm(decode(attention.output.weight, torch.float32), dim=0).cpu()
+    norms: torch.Tensor = torch.linalg.vector_norm(attention.output.weight.decode(torch.float32), dim=0).cpu()
     if isinstance(attention, Mla):
         values = attention.value_up.float().cpu() * norms.view(attention.config.heads, -1, 1)  # [heads, value, kv_rank]
         flat = values.flatten(0, 1)

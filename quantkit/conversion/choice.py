@@ -7,7 +7,8 @@ from quantkit.checkpoint.source import Source
 from quantkit.choices import Dialect, ScaleMethod
 from quantkit.naming import TensorName
 from quantkit.recipe import Mtp, Recipe, Rest, Rule, Scheme, Treatment, default_recipe, load_recipe
-from quantkit.weights.weight import Encoding, read_weights
+from quantkit.weights.encodings import NVFP4
+from quantkit.weights.grouping import read_weights
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _restating(source: Source, options: Options) -> Recipe:
 
 
 def _holds_nvfp4(source: Source) -> bool:
-    return any(weight.encoding is Encoding.NVFP4 for weight in read_weights(source))
+    return any(weight.encoding is NVFP4 for weight in read_weights(source))
 
 
 def named_recipe(recipe: str | Path | Recipe | None) -> Recipe | None:

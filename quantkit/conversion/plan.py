@@ -21,9 +21,10 @@ from quantkit.conversion.steps import Step, make_steps
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
 from quantkit.recipe import Mtp, Recipe
-from quantkit.weights.layout import KV_SCALES
-from quantkit.weights.quantization_config import Format, describe, modelopt_file
-from quantkit.weights.weight import Encoding, Weight, read_weights
+from quantkit.weights.encodings import PLAIN, Format
+from quantkit.weights.grouping import read_weights
+from quantkit.weights.quantization_config import describe, modelopt_file
+from quantkit.weights.weight import KV_SCALES, Weight
 
 __all__ = ["Plan", "ShardJob", "Step", "describe_weights", "make_plan"]
 
@@ -127,8 +128,8 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
 def _quantization_config(source: Source, recipe: Recipe, steps: Iterable[Step]) -> dict[str, Any] | None:
     """What describes the output; None where all of it is plain."""
     steps = list(steps)
-    quantized = [step for step in steps if step.encoding is not Encoding.PLAIN]
-    if not any(step.encoding in (Encoding.INT4, Encoding.NVFP4) for step in steps):
+    quantized = [step for step in steps if step.encoding is not PLAIN]
+    if not any(step.encoding.is_main for step in steps):
         if quantized or recipe.scheme is not None:
             raise PlanError(
                 f"the recipe {recipe.name} finds no weight in {source.name} to make {recipe.scheme or 'INT4'}",

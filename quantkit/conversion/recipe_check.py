@@ -12,7 +12,7 @@ from quantkit.families.locate import describe_model
 from quantkit.inspection import number_ranges
 from quantkit.naming import TensorName
 from quantkit.recipe import Recipe, load_recipe, recipe_names
-from quantkit.weights.weight import read_weights
+from quantkit.weights.grouping import read_weights
 
 
 def list_recipes() -> RecipeList:

@@ -23,8 +23,8 @@ from quantkit.conversion.engine_check import check_engines
 from quantkit.conversion.plan import describe_weights
 from quantkit.engines.rules import Facts
 from quantkit.errors import PlanError
-from quantkit.weights.quantization_config import Format
-from quantkit.weights.weight import Weight, read_weights
+from quantkit.weights.grouping import read_weights
+from quantkit.weights.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -106,5 +106,5 @@ def _respelling(folder: Path) -> _Respelling:
 def _describe(source: Source, weights: tuple[Weight, ...]) -> dict[str, Any]:
     if source.quantization_config.get("quant_method") != Dialect.COMPRESSED_TENSORS:
         raise PlanError(f"{source.name} is no compressed-tensors checkpoint: it has one spelling", hint="Serve it.")
-    formats = ((weight, Format.of(weight)) for weight in weights)
+    formats = ((weight, weight.encoding.format(weight)) for weight in weights)
     return describe_weights(formats, source.num_hidden_layers, Dialect.COMPRESSED_TENSORS)

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
 from quantkit.checkpoint.writer import ShardFile
-from quantkit.conversion.maker import Maker, Outputs, Rows
+from quantkit.conversion.maker import Maker
 from quantkit.conversion.plan import ShardJob, Step
 from quantkit.conversion.steps import Action
+from quantkit.weights.encodings.encoding import Outputs, Rows
 from quantkit.weights.rows import byte_ranges, nan_error, row_ranges
 
 

@@ -16,13 +16,12 @@ from enum import StrEnum, auto
 from functools import cached_property
 
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
-from quantkit.choices import Dialect
+from quantkit.choices import Dialect, ScaleMethod
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
 from quantkit.recipe import Mtp, Recipe, Scheme, Treatment
-from quantkit.weights.layout import NVFP4_GROUP, int4_specs, nvfp4_specs
-from quantkit.weights.quantization_config import Format
-from quantkit.weights.weight import FLOAT_DTYPES, Encoding, Strategy, Weight
+from quantkit.weights.encodings import FP8, PLAIN, Encoding, Format, Target, target
+from quantkit.weights.weight import Weight
 
 _MATRIX_LEAVES = ("weight", "weight_packed")
 
@@ -33,9 +32,8 @@ class Action(StrEnum):
     COPY = auto()
     TRANSPOSE = auto()  # a plain expert out of a fused tensor
     DECODE = auto()  # to BF16
-    INT4 = auto()
-    NVFP4 = auto()
-    RESTATE = auto()  # NVFP4 in another dialect: the same codes and scales, the global scale inverted
+    QUANTIZE = auto()  # to the target of its scheme
+    RESTATE = auto()  # in another dialect: the same codes and scales, the global scale inverted
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Step:
     """One weight, what happens to it, and the tensors that come out.
 
     dialect   of the output
-    partners  the weights that share the global scale of NVFP4 with this one, itself among them
+    partners  the weights that share a global scale with this one, itself among them
     """
 
     weight: Weight
@@ -54,24 +52,39 @@ class Step:
     partners: tuple[Weight, ...] = ()
 
     @property
+    def target(self) -> Target | None:
+        """What the weight is quantized to; None if it is not."""
+        return target(self.treatment.scheme) if self.action is Action.QUANTIZE else None
+
+    @property
+    def group_size(self) -> int | None:
+        """The recipe's."""
+        return self.treatment.group_size
+
+    @property
+    def scale(self) -> ScaleMethod | None:
+        """How the recipe has scales chosen."""
+        return self.treatment.scale
+
+    @property
     def encoding(self) -> Encoding:
         """How the output is stored."""
-        made = {Action.DECODE: Encoding.PLAIN, Action.INT4: Encoding.INT4, Action.NVFP4: Encoding.NVFP4}
-        return made.get(self.action, self.weight.encoding)
+        return PLAIN if self.action is Action.DECODE else self.target or self.weight.encoding
 
     @property
     def label(self) -> str:
         """The format that comes out, as reports call it."""
-        labels = {Action.DECODE: "bf16", Action.INT4: f"int4 g={self.treatment.group_size}", Action.NVFP4: "nvfp4"}
-        return labels.get(self.action, self.weight.label)
+        if self.action is Action.DECODE:
+            return "bf16"
+        return self.target.made_label(self.group_size) if self.target else self.weight.label
 
     @cached_property
     def format(self) -> Format | None:
         """The format that comes out, as a config describes it; None for a plain tensor."""
-        if self.encoding is Encoding.PLAIN:
+        if self.action is Action.DECODE:
             return None
-        group = {Action.INT4: self.treatment.group_size, Action.NVFP4: NVFP4_GROUP}.get(self.action)
-        return Format.groups(self.encoding, group) if group else Format.of(self.weight)
+        made = self.target
+        return made.made_format(self.group_size) if made else self.weight.encoding.format(self.weight)
 
     @property
     def changes(self) -> bool:
@@ -106,14 +119,14 @@ def make_steps(weights: Iterable[Weight], recipe: Recipe, num_hidden_layers: int
 
 
 def _with_partners(steps: Iterable[Step]) -> Iterator[Step]:
-    """`steps`, those that make NVFP4 with the weights that share their global scale."""
+    """`steps`, those that get a global scale with the weights that share it."""
     steps = list(steps)
     fused: dict[str, list[Weight]] = {}
     for step in steps:
-        if step.action is Action.NVFP4:
+        if step.target and step.target.shares_scales:
             fused.setdefault(_scale_owner(step.weight.name), []).append(step.weight)
     for step in steps:
-        if step.action is Action.NVFP4:
+        if step.target and step.target.shares_scales:
             partners = sorted(fused[_scale_owner(step.weight.name)], key=lambda weight: weight.module)
             yield replace(step, partners=tuple(partners))
         else:
@@ -127,10 +140,10 @@ def _scale_owner(name: TensorName) -> str:
 def _make_step(weight: Weight, treatment: Treatment, dialect: Dialect) -> Step:
     action = _action(weight, treatment)
     outputs = _outputs(weight, treatment, action, dialect)
-    if weight.encoding is Encoding.NVFP4 and action is Action.RESTATE and dialect is weight.dialect:
+    if action is Action.RESTATE and dialect is weight.dialect:
         action = Action.COPY
     step = Step(weight, treatment, action, outputs, dialect)
-    if dialect is Dialect.MODELOPT and step.encoding in (Encoding.FP8, Encoding.INT4):
+    if dialect not in step.encoding.dialects:
         raise PlanError(
             f"{weight.module} would stay {step.label}, which the format {dialect} cannot hold beside NVFP4",
             hint="Give --rest bf16.",
@@ -140,69 +153,35 @@ def _make_step(weight: Weight, treatment: Treatment, dialect: Dialect) -> Step:
 
 def _action(weight: Weight, treatment: Treatment) -> Action:
     """By the table above; a bias or another vector of a quantized module is copied."""
-    encoding, scheme = weight.encoding, treatment.scheme
+    encoding, scheme, made = weight.encoding, treatment.scheme, target(treatment.scheme)
     copied = Action.TRANSPOSE if weight.slab else Action.COPY
     if weight.name.leaf not in _MATRIX_LEAVES:
         return copied
-    if encoding is Encoding.NVFP4 and scheme in (Scheme.KEEP, Scheme.FP8_TO_BF16, Scheme.NVFP4):
+    if encoding.restated and (scheme in (Scheme.KEEP, Scheme.FP8_TO_BF16) or made is encoding):
         return Action.RESTATE
-    if scheme is Scheme.KEEP or (scheme is Scheme.FP8_TO_BF16 and encoding is not Encoding.FP8):
+    if scheme is Scheme.KEEP or (scheme is Scheme.FP8_TO_BF16 and encoding is not FP8):
         return copied
-    if scheme in (Scheme.BF16, Scheme.FP8_TO_BF16):
-        return copied if encoding is Encoding.PLAIN else Action.DECODE
-    if scheme is Scheme.NVFP4:
-        return Action.NVFP4
-    if encoding is Encoding.INT4 and weight.block == (1, treatment.group_size):
+    if made is None:
+        return copied if encoding is PLAIN else Action.DECODE
+    if made is encoding and weight.label == made.made_label(treatment.group_size):
         return Action.COPY
-    if encoding in (Encoding.INT4, Encoding.NVFP4):
+    if encoding.name not in made.origins:
         raise PlanError(
-            f"{weight.name} is {weight.label}; made INT4 with g={treatment.group_size}, it would be rounded twice",
+            f"{weight.name} is {weight.label}; made {_said(treatment)}, it would be rounded twice",
             hint="Convert the FP8 or BF16 release of the model.",
         )
-    return Action.INT4
+    return Action.QUANTIZE
+
+
+def _said(treatment: Treatment) -> str:
+    group = f" with g={treatment.group_size}" if treatment.group_size else ""
+    return f"{treatment.scheme.upper()}{group}"
 
 
 def _outputs(weight: Weight, treatment: Treatment, action: Action, dialect: Dialect) -> tuple[TensorSpec, ...]:
     if action is Action.DECODE:
         return (TensorSpec(weight.name.sibling("weight"), "BF16", weight.shape),)
-    if action is Action.INT4:
-        return _int4_outputs(weight, treatment)
-    return _nvfp4_outputs(weight, dialect) if action in (Action.NVFP4, Action.RESTATE) else _copied(weight)
-
-
-def _copied(weight: Weight) -> tuple[TensorSpec, ...]:
-    """The tensors of `weight` as compressed-tensors spells them."""
-    if weight.encoding is not Encoding.FP8 or weight.scale is None:
-        return tuple(tensor.spec for tensor in weight.tensors)
-    kept = weight.scale.spec.dtype if weight.scale.spec.dtype in FLOAT_DTYPES else "F32"
-    shape = (1,) if weight.strategy is Strategy.TENSOR else weight.grid
-    outputs = (weight.data.spec, TensorSpec(weight.name.sibling("weight_scale"), kept, shape))
-    if weight.input_scale is None:
-        return outputs
-    return (*outputs, TensorSpec(weight.input_scale.spec.name, "F32", (1,)))
-
-
-def _int4_outputs(weight: Weight, treatment: Treatment) -> tuple[TensorSpec, ...]:
-    assert treatment.group_size is not None
-    rows, columns = _matrix(weight, "INT4", treatment.group_size, "Choose a smaller --group-size.")
-    return int4_specs(weight.module, (rows, columns), treatment.group_size)
-
-
-def _nvfp4_outputs(weight: Weight, dialect: Dialect) -> tuple[TensorSpec, ...]:
-    rows, columns = _matrix(weight, "NVFP4", NVFP4_GROUP, "Give its role another scheme in the recipe.")
-    restated = weight.encoding is Encoding.NVFP4 and weight.input_scale is not None
-    return nvfp4_specs(weight.module, (rows, columns), dialect, activations=restated)
-
-
-def _matrix(weight: Weight, target: str, group_size: int, hint: str) -> tuple[int, int]:
-    """The rows and columns of a weight that `target` can be made from."""
-    if weight.encoding is Encoding.PLAIN and (weight.data.spec.dtype not in FLOAT_DTYPES or len(weight.shape) != 2):
-        raise PlanError(
-            f"{weight.name} is {weight.label} {list(weight.shape)}; {target} is made from FP8 and from BF16, FP16 or "
-            "FP32 matrices",
-            hint="Give its role another scheme in the recipe.",
-        )
-    rows, columns = weight.shape
-    if columns % group_size:
-        raise PlanError(f"{weight.name}: the group size {group_size} does not divide the {columns} columns", hint=hint)
-    return rows, columns
+    made = target(treatment.scheme if action is Action.QUANTIZE else weight.encoding.name)
+    if made and action in (Action.QUANTIZE, Action.RESTATE):
+        return made.outputs(weight, treatment.group_size, dialect)
+    return weight.encoding.copied(weight)

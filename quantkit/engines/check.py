@@ -10,8 +10,10 @@ from quantkit.engines.report import Compatibility, RuleResult
 from quantkit.engines.rules import Facts, Judgement, Status, judge
 from quantkit.errors import UsageError
 from quantkit.families.locate import describe_model
+from quantkit.weights.encodings import NVFP4
+from quantkit.weights.grouping import read_weights
 from quantkit.weights.rows import Reader
-from quantkit.weights.weight import Encoding, Weight, read_weights
+from quantkit.weights.weight import Weight
 
 
 def check_compatibility(model: str | Path, *, tp: int | None = None, revision: str | None = None) -> Compatibility:
@@ -74,11 +76,11 @@ def unequal_globals(checkpoint: Source, weights: Iterable[Weight]) -> dict[str, 
     reader = Reader(checkpoint)
     partners: dict[str, list[Weight]] = {}
     for weight in weights:
-        if weight.encoding is Encoding.NVFP4 and (fused := weight.name.fused_projection):
+        if weight.encoding is NVFP4 and (fused := weight.name.fused_projection):
             partners.setdefault(fused, []).append(weight)
     unequal = {}
     for fused, parts in partners.items():
-        values = {part.module: reader.multiplier(part) for part in parts}
+        values = {part.module: NVFP4.multiplier(reader, part) for part in parts}
         if len(set(values.values())) > 1:
             unequal[fused] = ", ".join(f"{value:g} of {module}" for module, value in values.items())
     return unequal

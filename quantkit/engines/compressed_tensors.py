@@ -24,6 +24,7 @@ from quantkit.engines.profiles import Engine
 from quantkit.errors import EngineError
 from quantkit.naming import Role, TensorName
 from quantkit.weights.config_groups import ConfigGroups, matches
+from quantkit.weights.encodings import encoding_of
 
 _MEMBERS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -69,14 +70,8 @@ class ConfigMatcher(ConfigGroups):
     def leaves_of(self, key: str) -> frozenset[str]:
         """The leaves that stand for a weight of the group `key`."""
         group = self.groups[key]
-        weights, activations = group["weights"], group.get("input_activations")
-        if weights["type"] == "int":
-            return frozenset({"weight_packed", "weight_scale", "weight_shape"})
-        if weights["num_bits"] == 4:
-            leaves = {"weight_packed", "weight_scale", "weight_global_scale"}
-            return frozenset(leaves | ({"input_global_scale"} if activations else set()))
-        static = activations is not None and not activations["dynamic"]
-        return frozenset({"weight", "weight_scale", *(("input_scale",) if static else ())})
+        inputs = group.get("input_activations")
+        return encoding_of(group).leaves(inputs is not None and inputs["dynamic"] is not True)
 
     def _built(self, name: TensorName) -> tuple[str, tuple[str, ...]]:
         """The name of the module that the engine builds, and its members' names if it looks these up, too."""

@@ -41,7 +41,7 @@ from quantkit.models.config import MlaConfig, ModelConfig, read_config
 from quantkit.models.folding import LayerFold, fold_digest
 from quantkit.naming import TensorName
 from quantkit.runtime.scales import LayerScales, Numbers, read_scale_file, scales_of_layers
-from quantkit.weights.layout import KV_SCALES
+from quantkit.weights.weight import KV_SCALES
 
 _NEEDS_OUTPUT = (Way.COPY, Way.PATCH, Way.EMBED)
 _UNPROVED = {

@@ -10,7 +10,8 @@ from quantkit.errors import FoldError, SourceError
 from quantkit.folding.plan import FoldPlan
 from quantkit.folding.shards import file_size
 from quantkit.version import VERSION
-from quantkit.weights.weight import Weight, read_weights
+from quantkit.weights.grouping import read_weights
+from quantkit.weights.weight import Weight
 
 _AS_PUBLISHED = {"name": PUBLISHED, "description": "the weights as published, but for their KV scales", "rules": []}
 

@@ -11,10 +11,11 @@ from quantkit.errors import FoldError
 from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.folding import LayerFold, as_record, fold_digest, layer_powers
 from quantkit.runtime.scales import LayerScales
-from quantkit.weights.layout import KV_SCALES
+from quantkit.weights.encodings import NVFP4, PLAIN
+from quantkit.weights.grouping import read_weights
 from quantkit.weights.rescale import Extent, Patch, Powers, extent, multiplied
 from quantkit.weights.rows import Reader
-from quantkit.weights.weight import Encoding, Weight, read_weights
+from quantkit.weights.weight import KV_SCALES, Weight
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def make_plan(source: Source, config: ModelConfig, folds: Mapping[int, LayerFold
 
 
 def _key(weight: Weight) -> str:
-    return str(weight.name) if weight.encoding is Encoding.PLAIN else weight.name.sibling("weight")
+    return str(weight.name) if weight.encoding is PLAIN else weight.name.sibling("weight")
 
 
 def _check_unscaled(source: Source, weight: Weight) -> None:
@@ -185,8 +186,8 @@ def _edits(config: ModelConfig, layer: int, fold: LayerFold, weights: Mapping[st
 def _is_fused(weights: Mapping[str, Weight], weight: Weight) -> bool:
     """Whether engines fuse an NVFP4 weight with others, which have one global scale."""
     fused, parent = weight.name.fused_projection, weight.module.rpartition(".")[0]
-    if weight.encoding is not Encoding.NVFP4 or fused is None:
+    if weight.encoding is not NVFP4 or fused is None:
         return False
     partners = (f"{parent}.{last}.weight" for last in ("q_a_proj", "kv_a_proj_with_mqa", "q_proj", "k_proj", "v_proj"))
     found = (weights[name] for name in partners if name in weights)
-    return sum(other.encoding is Encoding.NVFP4 and other.name.fused_projection == fused for other in found) > 1
+    return sum(other.encoding is NVFP4 and other.name.fused_projection == fused for other in found) > 1

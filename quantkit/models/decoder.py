@@ -20,8 +20,8 @@ from quantkit.models.linear import Linear
 from quantkit.models.mla import Mla
 from quantkit.models.moe import Mlp, Moe
 from quantkit.models.norm import RmsNorm
-from quantkit.models.packed import Packed
 from quantkit.models.rope import make_rotation
+from quantkit.weights.packed import Packed
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.models.packed import Packed
 from quantkit.ops import linear as ops
-from quantkit.weights.weight import Encoding
+from quantkit.weights.packed import Packed
 
 
 def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,14 +43,4 @@ def expert_linear(x: torch.Tensor, weight: Packed, ids: torch.Tensor) -> torch.T
 def _multiply(x: torch.Tensor, weight: Packed, ids: torch.Tensor | None) -> torch.Tensor:
     if ops.meets_loops(x, weight.codes) and weight.compiled is not None:
         return ops.compiled(x, weight.compiled, ids)
-    codes, scale = weight.codes, weight.scale
-    if weight.encoding is Encoding.PLAIN:
-        return ops.plain(x, codes, ids)
-    assert scale is not None
-    if weight.encoding is Encoding.FP8:
-        assert weight.block is not None
-        return ops.fp8_block(x, codes, scale, weight.block, ids)
-    if weight.encoding is Encoding.INT4:
-        return ops.int4(x, codes, scale, ids)
-    assert weight.multiplier is not None
-    return ops.nvfp4(x, codes, scale, weight.multiplier, ids)
+    return weight.encoding.product(x, weight, ids)

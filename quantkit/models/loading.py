@@ -16,10 +16,9 @@ from quantkit.models.linear import Linear
 from quantkit.models.mla import take_mla
 from quantkit.models.moe import take_mlp, take_moe
 from quantkit.models.norm import RmsNorm
-from quantkit.models.packed import Packed
-from quantkit.models.reading import DTYPES
 from quantkit.models.shelf import Shelf
 from quantkit.naming import Role, TensorName
+from quantkit.weights.packed import DTYPES, Packed
 
 _KV_SCALES = ("k_scale", "v_scale")
 

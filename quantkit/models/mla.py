@@ -20,7 +20,6 @@ from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.dsa import Indexer, take_indexer
 from quantkit.models.linear import Linear
 from quantkit.models.norm import RmsNorm
-from quantkit.models.packed import decode
 from quantkit.models.rope import rotate, score_factor
 from quantkit.models.shelf import Shelf
 from quantkit.ops.linear import compiled_weights, heads
@@ -90,7 +89,7 @@ def take_mla(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> Mla:
         q_a = shelf.linear(f"{prefix}.q_a_proj", mla.q_rank, hidden, mla.bias)
         q_norm = RmsNorm(shelf.vector(f"{prefix}.q_a_layernorm.weight", mla.q_rank), _EPS)
     kv_b = shelf.linear(f"{prefix}.kv_b_proj", mla.heads * (mla.nope + mla.value), mla.kv_rank)
-    by_head = decode(kv_b.weight, shelf.dtype).view(mla.heads, -1, mla.kv_rank)
+    by_head = kv_b.weight.decode(shelf.dtype).view(mla.heads, -1, mla.kv_rank)
     return Mla(
         config=mla,
         layer=layer,

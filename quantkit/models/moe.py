@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from quantkit.models.config import ModelConfig, MoeConfig
 from quantkit.models.linear import Linear, expert_linear
-from quantkit.models.packed import Packed
 from quantkit.models.shelf import Shelf
+from quantkit.weights.packed import Packed
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ import torch
 from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError
 from quantkit.models.linear import Linear
-from quantkit.models.packed import Packed
-from quantkit.models.reading import DTYPES, read_plain, read_stack
+from quantkit.models.reading import read_plain, read_stack
+from quantkit.weights.encodings import PLAIN
+from quantkit.weights.grouping import read_weights
+from quantkit.weights.packed import DTYPES, Packed
 from quantkit.weights.rows import Reader
-from quantkit.weights.weight import Encoding, Weight, read_weights
+from quantkit.weights.weight import Weight
 
 _SHOWN = 8
 
@@ -56,7 +58,7 @@ class Shelf:
 
     def embedding(self, name: str, shape: tuple[int, int]) -> Packed:
         """A matrix whose rows are looked up, and which may not be quantized."""
-        if name in self.left and self.left[name].encoding is not Encoding.PLAIN:
+        if name in self.left and self.left[name].encoding is not PLAIN:
             self.problems.append(f"{name} is {self.left[name].label}, and embeddings must be plain")
         return self.matrix(name, shape)
 
@@ -101,7 +103,7 @@ class Shelf:
             self.problems.append(f"{name} is missing")
         elif weight.shape != shape:
             self.problems.append(f"{name} is {list(weight.shape)}, not {list(shape)}")
-        elif weight.encoding is Encoding.PLAIN and weight.data.spec.dtype not in DTYPES:
+        elif weight.encoding is PLAIN and weight.data.spec.dtype not in DTYPES:
             self.problems.append(f"{name} is {weight.data.spec.dtype}, which is no weight's dtype")
         return weight
 
@@ -114,5 +116,5 @@ class Shelf:
             different = " and ".join(f"{weight.name} ({weight.label})" for weight in list(kinds.values())[:2])
             self.problems.append(f"{different} are stored unlike, and experts of a layer are stacked")
         if self.device.type == "meta":
-            return Packed(Encoding.PLAIN, shape, torch.empty(len(names), *shape, dtype=self.dtype, device="meta"))
+            return Packed(PLAIN, shape, torch.empty(len(names), *shape, dtype=self.dtype, device="meta"))
         return read_stack(self.source, weights, self.device)

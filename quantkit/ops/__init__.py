@@ -13,9 +13,8 @@ from quantkit.formats.global_scale import nvfp4_exponent as nvfp4_exponent
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.kernels.convert.int4_error import Int4Error
-    from quantkit.kernels.convert.nvfp4_error import Nvfp4Error
     from quantkit.kernels.convert.nvfp4_groups import Nvfp4Counts
+    from quantkit.kernels.convert.weight_error import WeightError
 
 Backend = Literal["compiled", "reference"]
 Bytes = npt.NDArray[np.uint8]
@@ -174,19 +173,21 @@ def fp8_block_to_bf16(
     return first_nan(weight)
 
 
-def int4_error(weight: Bytes, scale: Scales, block: tuple[int, int], packed: Words, out_scale: Bf16Bits) -> "Int4Error":
+def int4_error(
+    weight: Bytes, scale: Scales, block: tuple[int, int], packed: Words, out_scale: Bf16Bits
+) -> "WeightError":
     """What INT4 `packed` [N, K/8] with `out_scale` [N, K/g] lost against FP8 `weight` [N, K]; compiled only."""
     from quantkit.kernels.convert.int4_error import int4_error as kernel
 
     return kernel(weight, scale, block, packed, out_scale)
 
 
-def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits, slack: float = 0.0) -> "Int4Error":
+def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits, slack: float = 0.0) -> "WeightError":
     """What INT4 `packed` [N, K/8] with `out_scale` [N, K/g], all sound, lost against floats `weight` [N, K].
 
     slack  how far `weight` may be, relatively, from the numbers that the codes were made from
     """
-    from quantkit.kernels.convert.int4_error import Int4Error
+    from quantkit.kernels.convert.weight_error import WeightError
 
     exact = weight.astype(np.float64)
     step = to_float32(out_scale.view(np.uint8), "BF16").astype(np.float64).reshape(out_scale.shape)
@@ -195,7 +196,7 @@ def float_int4_error(weight: Floats, packed: Words, out_scale: Bf16Bits, slack: 
     error = exact - codes * step
     beyond = ((codes == 7) & (error / step > 0)) | ((codes == -8) & (error / step < 0))
     not_nearest = int((~((np.abs(error) <= np.abs(step) / 2 + slack * np.abs(exact)) | beyond)).sum())
-    return Int4Error(float(np.square(error).sum()), float(np.square(exact).sum()), not_nearest, bad_scales=0)
+    return WeightError(float(np.square(error).sum()), float(np.square(exact).sum()), not_nearest, bad_scales=0)
 
 
 def fp8_block_to_nvfp4(
@@ -266,7 +267,7 @@ def unpack_nvfp4(packed: Bytes) -> Bytes:
 
 def nvfp4_error(
     weight: Bytes, scale: Scales, block: tuple[int, int], packed: Bytes, out_scale: Bytes, multiplier: float
-) -> "Nvfp4Error":
+) -> "WeightError":
     """What NVFP4 `packed` [N, K/2] with `out_scale` [N, K/16] lost against FP8 `weight` [N, K]; compiled only."""
     from quantkit.kernels.convert.nvfp4_error import nvfp4_error as kernel
 
@@ -275,7 +276,7 @@ def nvfp4_error(
 
 def float_nvfp4_error(
     weight: Floats, packed: Bytes, out_scale: Bytes, multiplier: float, slack: float = 0.0
-) -> "Nvfp4Error":
+) -> "WeightError":
     """What NVFP4 `packed` [N, K/2] with `out_scale` [N, K/16] lost against floats `weight` [N, K]; compiled only.
 
     slack  how far `weight` may be, relatively, from the numbers that the codes were made from

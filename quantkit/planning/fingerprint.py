@@ -23,7 +23,8 @@ from quantkit.conversion.plan import Plan
 from quantkit.engines import is_linear
 from quantkit.families.attention import Attention
 from quantkit.naming import TensorName
-from quantkit.weights.weight import Weight, read_weights
+from quantkit.weights.grouping import read_weights
+from quantkit.weights.weight import Weight
 
 _TOKENIZER = re.compile(
     r"(.*tokeni[sz]|vocab|merges|special_tokens|added_tokens|chat_template|.*\.tiktoken|.*\.model$)"

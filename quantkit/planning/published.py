@@ -20,7 +20,7 @@ from quantkit.naming import TensorName
 from quantkit.planning.fit import GIB, Deployment, describe, report
 from quantkit.planning.report import PublishedFigure, PublishedFigures
 from quantkit.planning.roofline import Model
-from quantkit.weights.layout import int4_specs
+from quantkit.weights.encodings import int4
 
 _GLM, _KIMI = "glm-5.2", "kimi-k2.6"
 _RANKS = 8
@@ -148,5 +148,5 @@ def int4_experts_only(source: Source, group_size: int) -> list[TensorSpec]:
             specs.append(tensor.spec)
         elif name.leaf == "weight":
             rows, columns = tensor.spec.shape
-            specs.extend(int4_specs(name.module, (rows, columns), group_size))
+            specs.extend(int4.specs(name.module, (rows, columns), group_size))
     return specs

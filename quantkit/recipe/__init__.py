@@ -17,10 +17,10 @@ import yaml
 from quantkit.choices import Dialect, EngineName, ScaleMethod
 from quantkit.errors import RecipeError, UsageError
 from quantkit.naming import Role
-from quantkit.recipe.rules import GROUP_SIZES, QUANTIZED, Layers, Mtp, Recipe, Rest, Rule, Scheme, Treatment
+from quantkit.recipe.rules import QUANTIZED, Layers, Mtp, Recipe, Rest, Rule, Scheme, Treatment
+from quantkit.weights.encodings import target
 
 __all__ = [
-    "GROUP_SIZES",
     "QUANTIZED",
     "Alias",
     "Layers",
@@ -95,7 +95,7 @@ def default_recipe(model: str, model_type: str, scheme: Scheme, dialect: Dialect
     Raises RecipeError where none is built in.
     """
     wanted = dialect or Dialect.COMPRESSED_TENSORS
-    if scheme is Scheme.INT4 and wanted is Dialect.MODELOPT:
+    if (made := target(scheme)) and wanted not in made.dialects:
         raise RecipeError(
             f"the format {wanted} holds NVFP4, and not INT4, which is made where NVFP4 is not asked for",
             hint="Give --nvfp4 for NVFP4, or leave --format out for INT4.",

@@ -8,8 +8,7 @@ from typing import Any
 from quantkit.choices import Dialect, EngineName, ScaleMethod
 from quantkit.errors import RecipeError, UsageError
 from quantkit.naming import Role, TensorName
-
-GROUP_SIZES = (32, 64, 128)  # what the engines' INT4 kernels take
+from quantkit.weights.encodings import target
 
 
 class Scheme(StrEnum):
@@ -22,7 +21,8 @@ class Scheme(StrEnum):
     NVFP4 = "nvfp4"
 
 
-QUANTIZED = (Scheme.INT4, Scheme.NVFP4)
+QUANTIZED = tuple(scheme for scheme in Scheme if target(scheme))
+GROUPED = tuple(scheme for scheme in QUANTIZED if (made := target(scheme)) and made.group_sizes)
 
 
 class Mtp(StrEnum):
@@ -49,17 +49,19 @@ class Treatment:
     scale: ScaleMethod | None = None
 
     def __post_init__(self) -> None:
-        if self.scheme is not Scheme.INT4 and self.group_size is not None:
-            raise RecipeError(f"group_size belongs to the scheme int4, not to {self.scheme}")
-        if self.scheme not in QUANTIZED:
+        if self.group_size is not None and self.scheme not in GROUPED:
+            raise RecipeError(f"group_size belongs to the scheme {' and '.join(GROUPED)}, not to {self.scheme}")
+        made = target(self.scheme)
+        if made is None:
             if self.scale is not None:
                 raise RecipeError(f"scale belongs to the schemes {' and '.join(QUANTIZED)}, not to {self.scheme}")
-        elif self.scheme is Scheme.INT4 and (type(self.group_size) is not int or self.group_size not in GROUP_SIZES):
-            raise RecipeError(f"group_size is {self.group_size}; the engines take {', '.join(map(str, GROUP_SIZES))}")
+        elif made.group_sizes and (type(self.group_size) is not int or self.group_size not in made.group_sizes):
+            sizes = ", ".join(map(str, made.group_sizes))
+            raise RecipeError(f"group_size is {self.group_size}; the engines take {sizes}")
         elif self.scale is None:
             raise RecipeError(f"the scheme {self.scheme} needs a scale: {', '.join(ScaleMethod)}")
-        elif self.scheme is Scheme.NVFP4 and self.scale is ScaleMethod.SIGNED:
-            raise RecipeError("NVFP4 scales are never negative; its scale is minmax or search")
+        elif self.scale is ScaleMethod.SIGNED and not made.negative_scales:
+            raise RecipeError(f"{self.scheme.upper()} scales are never negative; its scale is minmax or search")
 
     def __str__(self) -> str:
         group = f"g={self.group_size}" if self.group_size else None
@@ -165,9 +167,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for number, rule in enumerate(self.rules, start=1):
-            if self.dialect is Dialect.MODELOPT and rule.treatment.scheme is Scheme.INT4:
+            made = target(rule.treatment.scheme)
+            if made and self.dialect not in made.dialects:
+                what = f"rule {number} of {self.name} makes {made.name.upper()}"
                 raise RecipeError(
-                    f"rule {number} of {self.name} makes INT4, and the format {self.dialect} holds NVFP4",
+                    f"{what}, and the format {self.dialect} holds NVFP4",
                     hint="Give the scheme nvfp4, or the format compressed-tensors.",
                 )
 
@@ -197,7 +201,7 @@ class Recipe:
 
     def with_quantized(self, **changes: Any) -> "Recipe":
         """The same recipe with other parameters of its quantizing rules: `group_size` of INT4, `scale`."""
-        schemes = (Scheme.INT4,) if "group_size" in changes else QUANTIZED
+        schemes = GROUPED if "group_size" in changes else QUANTIZED
         if not any(rule.treatment.scheme in schemes for rule in self.rules):
             option = next(iter(changes)).replace("_", "-")
             raise UsageError(f"--{option} needs a recipe with {' or '.join(schemes)} in it; {self.name} has none")

@@ -30,7 +30,8 @@ from quantkit.verification.soundness import (
     check_values,
     made_from_fp8,
 )
-from quantkit.weights.weight import Weight, read_weights
+from quantkit.weights.grouping import read_weights
+from quantkit.weights.weight import Weight
 
 _WORST = 10
 

@@ -14,7 +14,6 @@ NVFP4      any other      nearest codes under their scale
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +21,12 @@ import numpy.typing as npt
 from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor
 from quantkit.verification.findings import Findings
-from quantkit.weights.layout import NVFP4_GROUP
+from quantkit.weights.encodings import PLAIN, target
+from quantkit.weights.encodings.encoding import Origin
 from quantkit.weights.rows import Reader, byte_ranges, row_ranges
-from quantkit.weights.weight import Encoding, Weight
-
-if TYPE_CHECKING:
-    from quantkit.kernels.convert.int4_error import Int4Error
-    from quantkit.kernels.convert.nvfp4_error import Nvfp4Error
+from quantkit.weights.weight import Weight
 
 BF16_UNIT = 2.0**-8 * (1 + 2.0**-15)  # half a unit in the last place; the product was rounded to float32 before
-FOUR_BITS = (Encoding.INT4, Encoding.NVFP4)
 Sums = tuple[float, float]  # of squared errors, and of squared weights
 
 
@@ -57,17 +52,18 @@ class Comparison:
 def comparison(ours: Weight, theirs: Weight) -> Callable[[Comparison], Sums] | None:
     """How the two are compared, which returns the error; None if the one cannot have been made from the other."""
     if ours.encoding is theirs.encoding:
-        return _restated if ours.encoding is Encoding.NVFP4 else _copied
-    if ours.encoding is Encoding.PLAIN:
+        return _restated if ours.encoding.restated else _copied
+    if ours.encoding is PLAIN:
         return _decoded
-    if ours.encoding is Encoding.NVFP4 or (ours.encoding is Encoding.INT4 and theirs.encoding is not Encoding.NVFP4):
+    if theirs.encoding.name in ours.encoding.origins:
         return _quantized
-    return _decoded_source if theirs.encoding is Encoding.PLAIN else None
+    return _decoded_source if theirs.encoding is PLAIN else None
 
 
 def _quantized(pair: Comparison) -> Sums:
-    measure = _int4_error if pair.ours.encoding is Encoding.INT4 else _nvfp4_error
-    errors = [measure(pair, begin, end) for begin, end in row_ranges(pair.theirs)]
+    made, origin = target(pair.ours.encoding.name), Origin(pair.source_reader, pair.theirs)
+    assert made is not None
+    errors = [made.error(pair.reader, pair.ours, origin, *rows, pair.slack) for rows in row_ranges(pair.theirs)]
     if bad_scales := sum(error.bad_scales for error in errors):
         pair.problem(
             "values", f"has {bad_scales:,} groups whose scale is NaN, negative, or zero for numbers that are not"
@@ -75,26 +71,6 @@ def _quantized(pair: Comparison) -> Sums:
     if not_nearest := sum(error.not_nearest for error in errors):
         pair.problem("codes", f"has {not_nearest:,} codes that are not the nearest under their scale")
     return math.fsum(error.squared_error for error in errors), math.fsum(error.squared_weight for error in errors)
-
-
-def _int4_error(pair: Comparison, begin: int, end: int) -> "Int4Error":
-    packed, out_scale = pair.reader.int4_rows(pair.ours, begin, end)
-    if pair.theirs.groups_lie_in_blocks(1):
-        assert pair.theirs.block is not None
-        fp8, scale = pair.source_reader.fp8_rows(pair.theirs, begin, end)
-        return ops.int4_error(fp8, scale, pair.theirs.block, packed, out_scale)
-    return ops.float_int4_error(pair.source_reader.rows(pair.theirs, begin, end), packed, out_scale, pair.slack)
-
-
-def _nvfp4_error(pair: Comparison, begin: int, end: int) -> "Nvfp4Error":
-    packed, out_scale = pair.reader.nvfp4_rows(pair.ours, begin, end)
-    multiplier = pair.reader.multiplier(pair.ours)
-    if pair.theirs.groups_lie_in_blocks(NVFP4_GROUP):
-        assert pair.theirs.block is not None
-        fp8, scale = pair.source_reader.fp8_rows(pair.theirs, begin, end)
-        return ops.nvfp4_error(fp8, scale, pair.theirs.block, packed, out_scale, multiplier)
-    rows = pair.source_reader.rows(pair.theirs, begin, end)
-    return ops.float_nvfp4_error(rows, packed, out_scale, multiplier, pair.slack)
 
 
 def _decoded(pair: Comparison) -> Sums:
@@ -112,7 +88,7 @@ def _against_bf16(
     squared_error = squared_weight = 0.0
     for begin, end in row_ranges(exact_weight):
         exact = exact_reader.rows(exact_weight, begin, end)
-        decoded = reader.float_rows(decoded_weight, begin, end)
+        decoded = reader.rows(decoded_weight, begin, end)
         difference = decoded - exact.astype(np.float64)
         if (np.abs(difference) > np.abs(exact) * BF16_UNIT).any():
             pair.findings.problem("codes", f"{decoded_weight.name} is not its source decoded to BF16")

@@ -8,13 +8,15 @@ from functools import partial
 
 from quantkit.checkpoint.source import Source
 from quantkit.errors import QuantkitError
-from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, comparison
+from quantkit.verification.comparisons import BF16_UNIT, Comparison, comparison
 from quantkit.verification.findings import Findings
 from quantkit.verification.folded import compare_multiplied
 from quantkit.verification.report import RoleError, TensorError
+from quantkit.weights.encodings import PLAIN
+from quantkit.weights.grouping import read_weights
 from quantkit.weights.rescale import Powers
 from quantkit.weights.rows import Reader
-from quantkit.weights.weight import Encoding, Weight, read_weights
+from quantkit.weights.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def compare_weights(
     for (_, theirs_weight), result in zip(pairs, pool.map(lambda pair: work(*pair), pairs), strict=True):
         progress(theirs_weight.nbytes)
         compared.append(result)
-    codes = sum(pair[0].encoding in FOUR_BITS and pair[1].encoding is not pair[0].encoding for pair in pairs)
+    codes = sum(pair[0].encoding.is_main and pair[1].encoding is not pair[0].encoding for pair in pairs)
     findings.done("codes", f"each code of {codes:,} 4-bit weights is a nearest one under its scale")
     copies = sum(not entry.changed and _key(entry.weight) not in made.powers for entry in compared)
     findings.done("copies", f"{copies:,} weights equal byte for byte")
@@ -112,7 +114,7 @@ def _error(squared_error: float, squared_weight: float) -> tuple[float, float | 
 
 def _key(weight: Weight) -> str:
     """The name of a weight whatever its encoding."""
-    return str(weight.name) if weight.encoding is Encoding.PLAIN else weight.name.sibling("weight")
+    return str(weight.name) if weight.encoding is PLAIN else weight.name.sibling("weight")
 
 
 def _compare(

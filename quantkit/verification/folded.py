@@ -3,27 +3,24 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit import ops
-from quantkit.checkpoint.header import StoredTensor
 from quantkit.checkpoint.manifest import Fold, Manifest
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import MANIFEST_FILE
 from quantkit.errors import QuantkitError, SourceError
-from quantkit.verification.comparisons import BF16_UNIT, FOUR_BITS, Comparison, Sums
+from quantkit.verification.comparisons import BF16_UNIT, Comparison, Sums
 from quantkit.verification.findings import Findings
-from quantkit.weights.layout import KV_SCALES, NVFP4
+from quantkit.weights.encodings import Target, target
+from quantkit.weights.encodings.encoding import Origin
+from quantkit.weights.encodings.nvfp4 import multiplier_of
 from quantkit.weights.rescale import Powers
 from quantkit.weights.rows import Reader, row_ranges
-from quantkit.weights.weight import Encoding, Weight
-
-if TYPE_CHECKING:
-    from quantkit.kernels.convert.int4_error import Int4Error
-    from quantkit.kernels.convert.nvfp4_error import Nvfp4Error
+from quantkit.weights.weight import KV_SCALES, Weight
 
 _HINT = "Fold again, from the checkpoint that it was made from."
 
@@ -138,21 +135,16 @@ def _compare_inputs(pair: Comparison, powers: Powers) -> None:
     if (ours is None) != (theirs is None):
         pair.problem("fold", "has a scale of its activations; only one of it and the source's has")
     elif ours and theirs:
-        expected = math.ldexp(_multiplier(pair.source_reader, pair.theirs, theirs), -int(powers.columns[0]))
-        if _multiplier(pair.reader, pair.ours, ours) != expected:
+        expected = math.ldexp(multiplier_of(pair.source_reader, pair.theirs, theirs), -int(powers.columns[0]))
+        if multiplier_of(pair.reader, pair.ours, ours) != expected:
             pair.problem("fold", f"has the scale {ours.spec.name} of another value than its columns ask for")
-
-
-def _multiplier(reader: Reader, weight: Weight, scale: StoredTensor) -> float:
-    value = reader.scalar(scale)
-    return 1 / value if weight.dialect and NVFP4[weight.dialect].divisor else value
 
 
 def _compare_rows(pair: Comparison, powers: Powers, begin: int, end: int) -> Sums:
     source = _rows(pair.source_reader, pair.theirs, begin, end).astype(np.float64)
     expected = np.ldexp(source, powers.full(begin, end, source.shape[1]))
-    if pair.ours.encoding is not pair.theirs.encoding and pair.ours.encoding in FOUR_BITS:
-        return _quantized(pair, expected, begin, end)
+    if pair.ours.encoding is not pair.theirs.encoding and (made := target(pair.ours.encoding.name)):
+        return _quantized(pair, made, expected, begin, end)
     difference = _rows(pair.reader, pair.ours, begin, end).astype(np.float64) - expected
     slack = 0.0 if pair.ours.encoding is pair.theirs.encoding else BF16_UNIT
     if (np.abs(difference) > np.abs(expected) * slack).any():
@@ -160,13 +152,9 @@ def _compare_rows(pair: Comparison, powers: Powers, begin: int, end: int) -> Sum
     return (0.0, 0.0) if not slack else (float(np.square(difference).sum()), float(np.square(expected).sum()))
 
 
-def _quantized(pair: Comparison, expected: npt.NDArray[np.float64], begin: int, end: int) -> Sums:
-    error: Int4Error | Nvfp4Error
-    if pair.ours.encoding is Encoding.INT4:
-        error = ops.float_int4_error(expected, *pair.reader.int4_rows(pair.ours, begin, end), pair.slack)
-    else:
-        packed, scale = pair.reader.nvfp4_rows(pair.ours, begin, end)
-        error = ops.float_nvfp4_error(expected, packed, scale, pair.reader.multiplier(pair.ours), pair.slack)
+def _quantized(pair: Comparison, made: Target, expected: npt.NDArray[np.float64], begin: int, end: int) -> Sums:
+    origin = Origin(pair.source_reader, pair.theirs, expected)
+    error = made.error(pair.reader, pair.ours, origin, begin, end, pair.slack)
     if error.not_nearest or error.bad_scales:
         pair.problem(
             "codes", f"has {error.not_nearest:,} codes that are not the nearest to the folded source's numbers"

@@ -24,8 +24,9 @@ from quantkit.engines.rules import Facts, Module, Status, judge
 from quantkit.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.errors import EngineError, QuantkitError, SourceError
 from quantkit.verification.findings import Findings
-from quantkit.weights.rows import Reader, byte_ranges, row_ranges, shape_in
-from quantkit.weights.weight import Encoding, Weight
+from quantkit.weights.encodings import NVFP4, is_main
+from quantkit.weights.rows import Reader, byte_ranges, shape_in
+from quantkit.weights.weight import Weight
 
 # dtype -> the integer to view it as, and the bits that are all set in a NaN or an infinity
 _EXPONENTS: dict[str, tuple[Any, int]] = {
@@ -38,7 +39,7 @@ _EXPONENTS: dict[str, tuple[Any, int]] = {
 def made_from_fp8(made: Manifest | None) -> bool:
     """Whether a manifest says that 4-bit weights were made from FP8 ones."""
     groups = made.groups if made else ()
-    return any(group.format.startswith(("int4", "nvfp4")) and group.source_format.startswith("fp8") for group in groups)
+    return any(is_main(group.format) and group.source_format.startswith("fp8") for group in groups)
 
 
 def check_manifest(folder: Path, pool: Executor, findings: Findings) -> Manifest | None:
@@ -119,7 +120,7 @@ def check_config(checkpoint: Source, weights: Iterable[Weight], targets: frozens
             if module.format:
                 findings.problem("config", f"{module.name.module} is {module.label}, and config.json has no {KEY}")
         return None
-    nvfp4 = any(module.encoding is Encoding.NVFP4 for module in modules)
+    nvfp4 = any(module.encoding is NVFP4 for module in modules)
     if facts.method != "compressed-tensors" and not (facts.method == "modelopt" and nvfp4):
         return findings.skip("config", "not a compressed-tensors checkpoint, and not ModelOpt's NVFP4")
     try:
@@ -152,7 +153,7 @@ def _check_engines(facts: Facts, findings: Findings) -> None:
 
 def check_global_scales(checkpoint: Source, weights: Iterable[Weight], findings: Findings) -> None:
     """NVFP4 weights that engines fuse share one global scale: of two, the engines would take one for both."""
-    weights = [weight for weight in weights if weight.encoding is Encoding.NVFP4 and weight.name.fused_projection]
+    weights = [weight for weight in weights if weight.encoding is NVFP4 and weight.name.fused_projection]
     try:
         unequal = unequal_globals(checkpoint, weights)
     except QuantkitError as error:
@@ -190,21 +191,11 @@ def _check_weight(reader: Reader, findings: Findings, signed: bool, weight: Weig
                 if problem:
                     findings.problem("values", f"{tensor.spec.name} {problem}")
                     break
-        if weight.encoding is Encoding.NVFP4 and (lost := _lost_groups(reader, weight)):
-            findings.problem("values", f"{weight.name} has {lost:,} groups with a scale of zero and codes that are not")
+        if found := weight.encoding.check_rows(reader, weight):
+            findings.problem("values", f"{weight.name} {found}")
     except QuantkitError as error:
         findings.problem("values", str(error))
     return weight
-
-
-def _lost_groups(reader: Reader, weight: Weight) -> int:
-    """The number of groups of an NVFP4 weight that its codes say are not zero and its scales say are."""
-    lost = 0
-    for begin, end in row_ranges(weight):
-        packed, scale = reader.nvfp4_rows(weight, begin, end)
-        codes = (packed & 0x77).reshape(*scale.shape, -1)
-        lost += int((codes.any(axis=2) & (scale & 0x7F == 0)).sum())
-    return lost
 
 
 def _value_problem(tensor: StoredTensor, weight: Weight, signed: bool, data: npt.NDArray[np.uint8]) -> str | None:
@@ -226,6 +217,6 @@ def _value_problem(tensor: StoredTensor, weight: Weight, signed: bool, data: npt
         smallest, sign = exponent & -exponent, 1 << (bits.dtype.itemsize * 8 - 1)
         if ((bits & (sign - 1)) < smallest).any():
             return "holds a scale that is zero or subnormal"
-        if (bits & sign).any() and not (signed and weight.encoding is Encoding.INT4):
+        if (bits & sign).any() and not (signed and weight.encoding.negative_scales):
             return "holds a negative scale, of which the manifest says nothing"
     return None

@@ -24,22 +24,16 @@ names them and other patterns say `exp\\w+`.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from quantkit.choices import Dialect
 from quantkit.errors import PlanError
 from quantkit.naming import Role, TensorName
 from quantkit.version import VERSION
-from quantkit.weights.weight import Encoding, Strategy, Weight
+from quantkit.weights.encodings import Format
+from quantkit.weights.weight import Strategy
 
-GROUP_FORMATS = {
-    Encoding.INT4: "pack-quantized",
-    Encoding.FP8: "float-quantized",
-    Encoding.NVFP4: "nvfp4-pack-quantized",
-}
 KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-_FOUR_BITS = (Encoding.INT4, Encoding.NVFP4)
 _EXPERTS, _EXPERTS_OF_LAYERS = r"mlp\.experts\..*", r"mlp\.exp\w+\.\d+\.(gate|up|down)_proj$"
 _MAYBE_TIED = ("lm_head$", r"shared_head\.head$", "embed_tokens$")  # engines build them where none is stored, too
 _LINEAR = "Linear"
@@ -52,71 +46,6 @@ _FUSED = {
     ),
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "(q|k|v|qkv)_proj"),
 }
-
-
-@dataclass(frozen=True)
-class Format:
-    """The format of weights, as a config describes it: one group holds those of one format.
-
-    strategy     what shares a scale, in the words of compressed-tensors
-    block        rows and columns that share a scale; None for channels and tensors
-    activations  whether a static scale of the activations is stored beside it
-    """
-
-    encoding: Encoding
-    strategy: str
-    block: tuple[int, int] | None = None
-    activations: bool = False
-
-    @classmethod
-    def of(cls, weight: Weight) -> "Format | None":
-        """The format of a stored weight; None for a plain one."""
-        if weight.encoding is Encoding.PLAIN:
-            return None
-        assert weight.block is not None
-        if weight.encoding is not Encoding.FP8:
-            return cls.groups(weight.encoding, weight.block[1], activations=weight.input_scale is not None)
-        block = weight.block if weight.strategy is Strategy.BLOCK else None
-        return cls(weight.encoding, str(weight.strategy), block, weight.input_scale is not None)
-
-    @classmethod
-    def groups(cls, encoding: Encoding, size: int, *, activations: bool = False) -> "Format":
-        """INT4 or NVFP4 in groups of `size`."""
-        return cls(encoding, "group" if encoding is Encoding.INT4 else "tensor_group", (1, size), activations)
-
-    def __str__(self) -> str:
-        kind = f"g={self.block[1]}" if self.encoding is Encoding.INT4 and self.block else self.strategy
-        return f"{self.encoding} {kind}{' with static activation scales' if self.activations else ''}"
-
-    def weights(self) -> dict[str, Any]:
-        """The group's `weights`."""
-        common = {"symmetric": True, "strategy": self.strategy, "dynamic": False}
-        if self.encoding is Encoding.FP8:
-            block = {"block_structure": list(self.block or ())} if self.strategy == "block" else {}
-            return {"num_bits": 8, "type": "float", **common, **block}
-        assert self.block is not None
-        if self.encoding is Encoding.NVFP4:
-            scale = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": None}
-            return {"num_bits": 4, "type": "float", **common, "group_size": self.block[1], **scale}
-        in_blocks = self.strategy == Strategy.BLOCK
-        shared = {
-            "group_size": None if in_blocks else self.block[1],
-            "actorder": None,
-            "block_structure": list(self.block) if in_blocks else None,
-        }
-        return {"num_bits": 4, "type": "int", **common, **shared, "observer": "minmax", "observer_kwargs": {}}
-
-    def input_activations(self) -> dict[str, Any] | None:
-        """The group's `input_activations`: none with INT4, and with NVFP4 unless a scale for them is stored."""
-        if self.encoding is Encoding.INT4 or (self.encoding is Encoding.NVFP4 and not self.activations):
-            return None
-        if self.encoding is Encoding.NVFP4:
-            return {**self.weights(), "dynamic": "local"}
-        common = {"num_bits": 8, "type": "float", "symmetric": True}
-        if self.strategy == "block":
-            assert self.block is not None
-            return {**common, "strategy": "group", "group_size": self.block[1], "dynamic": True}
-        return {**common, "strategy": "tensor" if self.activations else "token", "dynamic": not self.activations}
 
 
 Modules = Iterable[tuple[TensorName, Format | None]]
@@ -137,7 +66,7 @@ def describe(modules: Modules, num_hidden_layers: int, dialect: Dialect, *, kv_s
     groups = _Groups(table, main)
     return {
         "quant_method": "compressed-tensors",
-        "format": GROUP_FORMATS[main.encoding],
+        "format": main.encoding.described(main)["format"],
         "quantization_status": "compressed",
         "kv_cache_scheme": kv_cache_scheme,
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups.all())},
@@ -155,7 +84,7 @@ class _Table:
         for name, form in modules:
             layer = -1 if name.layer is None or name.role is Role.VISION else name.layer
             self.layers.setdefault(_pattern(name), {}).setdefault(form, set()).add(layer)
-            if form is not None and form.encoding in _FOUR_BITS:
+            if form is not None and form.encoding.is_main:
                 counts[form] += 1
         for pattern in _MAYBE_TIED:
             self.layers.setdefault(pattern, {None: {-1}})
@@ -219,8 +148,7 @@ class _Groups:
         for form, patterns in self.others.items():
             yield _group(form, patterns)
         if blocks:
-            is_int4 = self.main.encoding is Encoding.INT4
-            yield _group(Format(Encoding.INT4, blocks.strategy, blocks.block) if is_int4 else blocks, [_LINEAR])
+            yield _group(self.main.encoding.class_format(blocks), [_LINEAR])
 
     def _named(self) -> list[str]:
         """All modules of the main format, by name; no head, which by its class none would be."""
@@ -234,12 +162,13 @@ class _Groups:
 
 
 def _group(form: Format, targets: list[str]) -> dict[str, Any]:
+    said = form.encoding.described(form)
     return {
         "targets": targets,
-        "input_activations": form.input_activations(),
+        "input_activations": said["input_activations"],
         "output_activations": None,
-        "format": GROUP_FORMATS[form.encoding],
-        "weights": form.weights(),
+        "format": said["format"],
+        "weights": said["weights"],
     }
 
 

@@ -3,6 +3,7 @@
 So the memory of a conversion depends neither on a shard's size nor on a tensor's.
 """
 
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from quantkit import ops
 from quantkit.checkpoint.header import DTYPE_BYTES, StoredTensor
 from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError
-from quantkit.weights.layout import CODES_PER_WORD, NVFP4, NVFP4_GROUP
-from quantkit.weights.weight import Encoding, Weight
+from quantkit.weights.weight import FLOAT_DTYPES, Weight
 
 PIECE_BYTES = 4 << 20
 _DAMAGED = "The file is damaged; download or convert it again."
@@ -68,39 +68,6 @@ class Reader:
         self.source.read_into(tensor, begin, array.data)
         return array
 
-    def fp8_rows(self, weight: Weight, begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-        """The rows `begin` to `end` of an FP8 weight, a piece of `row_ranges`: bytes [rows, K], and their scales.
-
-        Raises SourceError, naming tensor and block, for a scale that is not sound.
-        """
-        assert weight.block is not None
-        columns = weight.shape[1]
-        data = self.tensor_bytes(weight.data, begin * columns, end * columns)
-        first, last = begin // weight.block[0], -(-end // weight.block[0])
-        return data.reshape(end - begin, columns), self.fp8_scales(weight, first, last)
-
-    def fp8_scales(self, weight: Weight, first: int, last: int) -> npt.NDArray[np.float32]:
-        """The rows `first` to `last` of an FP8 weight's scales [rows, columns] of its grid, whatever their dtype."""
-        assert weight.encoding is Encoding.FP8
-        assert weight.scale is not None
-        dtype, columns = weight.scale.spec.dtype, weight.grid[1]
-        width = columns * DTYPE_BYTES[dtype]
-        data = self.tensor_bytes(weight.scale, first * width, last * width, "scale")
-        scales = ops.to_float32(data, dtype).reshape(last - first, columns)
-        check_block_scales(weight.scale, scales, first)
-        return scales
-
-    def float_rows(self, weight: Weight, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """The rows `begin` to `end` of a plain BF16, F16 or F32 matrix as float32 [rows, K]."""
-        dtype = weight.data.spec.dtype
-        if weight.slab:
-            items = self.slab_rows(weight, begin, end)
-            return ops.to_float32(items.reshape(-1).view(np.uint8), dtype).reshape(items.shape)
-        width = weight.shape[1] * DTYPE_BYTES[dtype]
-        return ops.to_float32(self.tensor_bytes(weight.data, begin * width, end * width), dtype).reshape(
-            end - begin, -1
-        )
-
     def slab_rows(self, weight: Weight, begin: int, end: int) -> npt.NDArray[Any]:
         """The rows `begin` to `end` of an expert that lies in columns of a fused tensor: unsigned items [rows, K]."""
         assert weight.slab is not None
@@ -111,40 +78,6 @@ class Reader:
         part = items.reshape(columns, -1)[:, weight.slab.begin : weight.slab.begin + rows]
         return np.ascontiguousarray(part.T[begin:end])
 
-    def int4_rows(self, weight: Weight, begin: int, end: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
-        """The rows `begin` to `end` of an INT4 weight: words [rows, K/8], and BF16 bits of the scales [rows, K/g].
-
-        Raises SourceError, naming the tensor, if its `weight_shape` is another one.
-        """
-        assert weight.encoding is Encoding.INT4
-        assert weight.scale is not None
-        if begin == 0:
-            self.check_shape(weight)
-        words, groups = weight.shape[1] // CODES_PER_WORD, weight.scale.spec.shape[1]
-        packed = self.tensor_bytes(weight.data, begin * words * 4, end * words * 4, "packed")
-        scale = self.tensor_bytes(weight.scale, begin * groups * 2, end * groups * 2, "int4_scale")
-        return packed.view(np.uint32).reshape(-1, words), scale.view(np.uint16).reshape(-1, groups)
-
-    def check_shape(self, weight: Weight) -> None:
-        """Raise SourceError, naming the tensor, unless `weight_shape` is the shape of the packed INT4 codes."""
-        assert weight.packed_shape is not None
-        stored = weight.packed_shape.spec
-        shape = shape_in(stored.dtype, self.tensor_bytes(weight.packed_shape, 0, stored.nbytes, "shape"))
-        if shape != weight.shape:
-            raise SourceError(
-                f"{stored.name} is {list(shape)}; {weight.name} holds {list(weight.shape)} codes of 4 bits",
-                hint="Weights of other widths than 4 bits are not understood; else the file is damaged.",
-            )
-
-    def nvfp4_rows(self, weight: Weight, begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """The rows `begin` to `end` of an NVFP4 weight: bytes of two codes [rows, K/2] and E4M3 scales [rows, K/16]."""
-        assert weight.encoding is Encoding.NVFP4
-        assert weight.scale is not None
-        nbytes, groups = weight.shape[1] // 2, weight.shape[1] // NVFP4_GROUP
-        packed = self.tensor_bytes(weight.data, begin * nbytes, end * nbytes, "nvfp4")
-        scale = self.tensor_bytes(weight.scale, begin * groups, end * groups, "nvfp4_scale")
-        return packed.reshape(-1, nbytes), scale.reshape(-1, groups)
-
     def scalar(self, tensor: StoredTensor) -> float:
         """The one number of a tensor. Raises SourceError, naming it, unless it is positive and normal."""
         value = float(ops.to_float32(self.tensor_bytes(tensor, 0, tensor.spec.nbytes, "scalar"), tensor.spec.dtype)[0])
@@ -152,37 +85,20 @@ class Reader:
             raise SourceError(f"{tensor.spec.name} is {value}; scales are positive, 2^-126 to 2^126", hint=_DAMAGED)
         return value
 
-    def multiplier(self, weight: Weight) -> float:
-        """What the scales of an NVFP4 weight are multiplied with, from the global scale in either dialect."""
-        assert weight.global_scale is not None
-        assert weight.dialect is not None
-        value = self.scalar(weight.global_scale)
-        return 1 / value if NVFP4[weight.dialect].divisor else value
-
     def rows(self, weight: Weight, begin: int, end: int) -> npt.NDArray[np.float32] | npt.NDArray[np.float64]:
         """The numbers of the rows `begin` to `end` of a weight in any encoding, exactly: [rows, K]."""
-        if weight.encoding is Encoding.PLAIN:
-            return self.float_rows(weight, begin, end)
-        assert weight.block is not None
-        if weight.encoding is Encoding.FP8:
-            return ops.fp8_block_to_float(*self.fp8_rows(weight, begin, end), weight.block)
-        if weight.encoding is Encoding.INT4:
-            return ops.int4_to_float(*self.int4_rows(weight, begin, end))
-        return ops.nvfp4_to_float(*self.nvfp4_rows(weight, begin, end), self.multiplier(weight))
+        return weight.encoding.rows(self, weight, begin, end)
 
     def largest(self, weight: Weight) -> float:
-        """No number of the weight is larger in magnitude; of quantized ones from the scales alone.
+        """No number of the weight is larger in magnitude."""
+        return weight.encoding.largest(self, weight)
 
-        The largest FP8 number is 448 times its scale, the largest INT4 one 8 times.
-        """
-        if weight.encoding is Encoding.FP8:
-            return 448.0 * float(self.fp8_scales(weight, 0, weight.grid[0]).max(initial=0))
-        if weight.encoding is Encoding.INT4:
-            assert weight.scale is not None
-            bits = self.tensor_bytes(weight.scale, 0, weight.scale.spec.nbytes, "int4_scale")
-            return 8.0 * float(np.abs(ops.to_float32(bits, weight.scale.spec.dtype)).max(initial=0))
-        pieces = (self.rows(weight, begin, end) for begin, end in row_ranges(weight))
-        return max((float(np.abs(piece).max(initial=0)) for piece in pieces), default=0.0)
+
+def scalar_tensor(tensor: StoredTensor | None) -> StoredTensor | None:
+    """`tensor`, which must hold one float; SourceError names it otherwise."""
+    if tensor is not None and (tensor.spec.dtype not in FLOAT_DTYPES or math.prod(tensor.spec.shape) != 1):
+        raise SourceError(f"{tensor.spec.name} is {tensor.spec.dtype} {list(tensor.spec.shape)}, not one number")
+    return tensor
 
 
 def shape_in(dtype: str, data: npt.NDArray[np.uint8]) -> tuple[int, ...]:

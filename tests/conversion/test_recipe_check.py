@@ -15,7 +15,7 @@ from quantkit.conversion.recipe_report import RecipeCheck
 from quantkit.errors import PlanError, RecipeError
 from quantkit.families.locate import describe_model
 from quantkit.recipe import load_recipe, recipe_names
-from quantkit.weights.weight import read_weights
+from quantkit.weights.grouping import read_weights
 from support.families import config_of
 from support.headers import published
 from support.program import Result, Runner

@@ -16,7 +16,7 @@ from quantkit.errors import SourceError, UsageError
 from quantkit.models import Decoder, PlainCache, load
 from quantkit.models.mla import Mla
 from quantkit.models.moe import Moe
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings import FP8, INT4, NVFP4, PLAIN, Encoding
 from support.runnable import Checkpoint, edit_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,13 +68,13 @@ def tensors_in(part: Any) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "encoding", "dtype"),
     [
-        ("glm-5.2-fp8_block", Encoding.FP8, torch.float8_e4m3fn),
-        ("glm-5.2-fp8_channel", Encoding.FP8, torch.float8_e4m3fn),
-        ("glm-5.2-int4", Encoding.INT4, torch.int32),
-        ("glm-5.2-nvfp4", Encoding.NVFP4, torch.uint8),
-        ("glm-5.2-nvfp4_modelopt", Encoding.NVFP4, torch.uint8),
-        ("glm-5.2-fused3d", Encoding.PLAIN, torch.bfloat16),
-        ("glm-5.2-f16", Encoding.PLAIN, torch.float16),
+        ("glm-5.2-fp8_block", FP8, torch.float8_e4m3fn),
+        ("glm-5.2-fp8_channel", FP8, torch.float8_e4m3fn),
+        ("glm-5.2-int4", INT4, torch.int32),
+        ("glm-5.2-nvfp4", NVFP4, torch.uint8),
+        ("glm-5.2-nvfp4_modelopt", NVFP4, torch.uint8),
+        ("glm-5.2-fused3d", PLAIN, torch.bfloat16),
+        ("glm-5.2-f16", PLAIN, torch.float16),
     ],
 )
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])

@@ -17,9 +17,9 @@ from quantkit.models.config import MlaConfig, MoeConfig, RopeConfig
 from quantkit.models.linear import Linear, expert_linear, linear
 from quantkit.models.moe import Moe, Router
 from quantkit.models.norm import RmsNorm
-from quantkit.models.packed import Packed, decode
 from quantkit.models.rope import amplitude, frequencies, make_rotation, rotate, rotate_front, score_factor
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings import PLAIN
+from quantkit.weights.packed import Packed
 from support.families import write_family
 from support.paths import CONFIGS
 from support.runnable import write_runnable
@@ -157,7 +157,7 @@ def make_router(bias: torch.Tensor, weight: torch.Tensor | None = None, **change
     numbers = {"top_k": 4, "groups": 1, "top_groups": 1, "normalize": True, "scale": 2.5} | changes
     config = MoeConfig(experts=experts, shared=1, intermediate=8, sparse=(True,), **numbers)
     codes = torch.zeros(experts, 8) if weight is None else weight
-    return Router(config, Linear(Packed(Encoding.PLAIN, (experts, 8), codes)), bias)
+    return Router(config, Linear(Packed(PLAIN, (experts, 8), codes)), bias)
 
 
 def test_the_routers_bias_stays_float32(tmp_path: Path) -> None:
@@ -245,8 +245,8 @@ def test_a_ragged_block_has_its_own_scale(tmp_path: Path) -> None:
     assert weight.scale is not None
     assert weight.scale.shape == (2, 1)
     expected = torch.from_numpy(truth(folder)["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"])
-    assert torch.equal(decode(weight, torch.float32), expected.float())
-    assert torch.equal(decode(weight, torch.bfloat16), expected.float().bfloat16())
+    assert torch.equal(weight.decode(torch.float32), expected.float())
+    assert torch.equal(weight.decode(torch.bfloat16), expected.float().bfloat16())
 
 
 # --- the cache

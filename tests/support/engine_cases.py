@@ -1,14 +1,14 @@
 """Checkpoints of a few modules and their configs, and what a rule of an engine says of one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.choices import Dialect
 from quantkit.engines.rules import Facts, Judgement, Module, judge
 from quantkit.naming import TensorName
-from quantkit.weights.quantization_config import Format, describe
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings import FP8, INT4, NVFP4, Format
+from quantkit.weights.quantization_config import describe
 
 LAYERS = 78
 MLA = {"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "n_routed_experts": 256, "n_shared_experts": 1}
@@ -22,20 +22,20 @@ def module(name: str, kind: str = "bf16", shape: tuple[int, int] = (2048, 2048),
     full = TensorName(name if name == "lm_head" else f"model.{name}", leaf)
     match kind.split():
         case ["int4", group]:
-            form = Format.groups(Encoding.INT4, int(group.removeprefix("g=")))
+            form = INT4.made_format(int(group.removeprefix("g=")))
             return Module(TensorName(full.module, "weight_packed"), shape, kind, PACKED, form)
         case ["nvfp4", *activations]:
-            form = Format.groups(Encoding.NVFP4, 16, activations=bool(activations))
+            form = replace(NVFP4.made_format(None), activations=bool(activations))
             leaves = CT_NVFP4 | ({"input_global_scale"} if activations else set())
             return Module(TensorName(full.module, "weight_packed"), shape, kind, leaves, form)
         case ["modelopt", _]:
-            return Module(full, shape, "nvfp4", MODELOPT, Format.groups(Encoding.NVFP4, 16))
+            return Module(full, shape, "nvfp4", MODELOPT, NVFP4.made_format(None))
         case ["fp8", ("channel" | "tensor") as strategy]:
-            form = Format(Encoding.FP8, strategy)
+            form = Format(FP8, strategy)
             return Module(full, shape, kind, frozenset({"weight", "weight_scale"}), form)
         case ["fp8", block]:
             rows, columns = map(int, block.split("x"))
-            form = Format(Encoding.FP8, "block", (rows, columns))
+            form = Format(FP8, "block", (rows, columns))
             return Module(full, shape, kind, frozenset({"weight", "weight_scale"}), form)
     return Module(full, shape, kind, frozenset({leaf}))
 
@@ -75,7 +75,7 @@ class Case:
         """What the rule says, by engine."""
         quantization = self.quantization
         if quantization is ...:
-            four_bits = any(entry.format and entry.format.encoding is not Encoding.FP8 for entry in self.modules)
+            four_bits = any(entry.format and entry.format.encoding is not FP8 for entry in self.modules)
             quantization = described(self.modules) if four_bits else None
         known = MLA | self.config, quantization, LAYERS, self.signed, self.unequal
         facts = Facts(tuple(self.modules), *known, folded=self.folded, whole=self.whole)

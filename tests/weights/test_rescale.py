@@ -10,9 +10,10 @@ import torch
 
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.errors import FoldError
+from quantkit.weights.grouping import read_weights
 from quantkit.weights.rescale import Patch, Powers, extent, multiplied
 from quantkit.weights.rows import PIECE_BYTES, Reader
-from quantkit.weights.weight import Weight, read_weights
+from quantkit.weights.weight import Weight
 from support.checkpoints import FP8, fp8_codes, normal, write
 from support.truth import truth
 

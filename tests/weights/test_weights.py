@@ -10,8 +10,9 @@ import pytest
 from quantkit.checkpoint.header import TensorSpec, lay_out
 from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError
-from quantkit.weights.layout import fp8_block_specs, int4_specs
-from quantkit.weights.weight import Encoding, Weight, read_weights
+from quantkit.weights.encodings import FP8, INT4, PLAIN, fp8, int4
+from quantkit.weights.grouping import read_weights
+from quantkit.weights.weight import Weight
 
 MODULE = "model.layers.0.self_attn.kv_a_proj_with_mqa"
 WEIGHT, SCALE_INV, SCALE = f"{MODULE}.weight", f"{MODULE}.weight_scale_inv", f"{MODULE}.weight_scale"
@@ -52,7 +53,7 @@ def test_an_fp8_weight_is_paired_with_its_scale(spelling: str, shape: tuple[int,
     """Weight and scale, in either spelling, are one weight; a started block counts as a whole one."""
     (weight,) = weights_of(TensorSpec(WEIGHT, "F8_E4M3", shape), TensorSpec(spelling, "F32", grid))
 
-    assert weight.encoding is Encoding.FP8
+    assert weight.encoding is FP8
     assert (weight.module, weight.shape, weight.block) == (MODULE, shape, (128, 128))
     assert weight.scale is not None
     assert [tensor.spec.name for tensor in weight.tensors] == [WEIGHT, spelling]
@@ -148,7 +149,7 @@ def test_the_scales_shape_says_what_shares_it(
     """Blocks, rows or the whole tensor, in any dtype that scales come in; the unpacked grid is the block's."""
     (weight,) = weights_of(TensorSpec(WEIGHT, "F8_E4M3", (576, 6144)), TensorSpec(SCALE, dtype, grid))
 
-    assert (weight.encoding, weight.block, weight.label) == (Encoding.FP8, block, label)
+    assert (weight.encoding, weight.block, weight.label) == (FP8, block, label)
     assert weight.grid == (-(-576 // block[0]), -(-6144 // block[1]))
 
 
@@ -260,8 +261,8 @@ def test_the_config_never_says_what_is_fp8() -> None:
     )
 
     assert {str(weight.name): weight.encoding for weight in weights} == {
-        plain.name: Encoding.PLAIN,
-        WEIGHT: Encoding.FP8,
+        plain.name: PLAIN,
+        WEIGHT: FP8,
     }
 
 
@@ -274,7 +275,7 @@ def test_any_other_tensor_is_plain(dtype: str, shape: tuple[int, ...], label: st
     spec = TensorSpec("model.layers.3.mlp.gate.e_score_correction_bias", dtype, shape)
     (weight,) = weights_of(spec)
 
-    assert (weight.encoding, weight.shape, weight.label) == (Encoding.PLAIN, shape, label)
+    assert (weight.encoding, weight.shape, weight.label) == (PLAIN, shape, label)
     assert weight.data.spec == spec
     assert weight.tensors == (weight.data,)
     assert weight.block is None
@@ -290,7 +291,7 @@ def test_an_int4_weight_is_codes_scale_and_shape(group_size: int, shape_dtype: s
         TensorSpec(SHAPE, shape_dtype, (2,)),
     )
 
-    assert weight.encoding is Encoding.INT4
+    assert weight.encoding is INT4
     assert (weight.shape, weight.block) == ((2048, 6144), (1, group_size))
     assert {tensor.spec.name for tensor in weight.tensors} == {PACKED, SCALE, SHAPE}
     assert weight.label == f"int4 g={group_size}"
@@ -357,7 +358,7 @@ def test_every_tensor_is_in_exactly_one_weight() -> None:
 @pytest.mark.parametrize("spelling", ["weight_scale_inv", "weight_scale"])
 def test_the_tensors_of_an_fp8_weight_are_these(spelling: str) -> None:
     """A weight of 576 x 6144 has 5 x 48 scales, the last row for 64 rows, in the spelling asked for."""
-    assert fp8_block_specs("a.b", (576, 6144), (128, 128), spelling) == (
+    assert tuple(fp8.blocks((128, 128), spelling)("a.b", 576, 6144)) == (
         TensorSpec("a.b.weight", "F8_E4M3", (576, 6144)),
         TensorSpec(f"a.b.{spelling}", "F32", (5, 48)),
     )
@@ -366,7 +367,7 @@ def test_the_tensors_of_an_fp8_weight_are_these(spelling: str) -> None:
 @pytest.mark.parametrize(("group_size", "groups"), [(32, 192), (64, 96), (128, 48)])
 def test_the_tensors_of_an_int4_weight_are_these(group_size: int, groups: int) -> None:
     """An expert's 2048 x 6144: eight codes a word, a scale a group, the shape as two I64."""
-    assert int4_specs("a.b", (2048, 6144), group_size) == (
+    assert int4.specs("a.b", (2048, 6144), group_size) == (
         TensorSpec("a.b.weight_packed", "I32", (2048, 768)),
         TensorSpec("a.b.weight_scale", "BF16", (2048, groups)),
         TensorSpec("a.b.weight_shape", "I64", (2,)),

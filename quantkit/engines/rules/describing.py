@@ -7,8 +7,7 @@ from quantkit.engines import ENGINES, ConfigMatcher, ModeloptMatcher, is_linear
 from quantkit.engines.rules.facts import Facts, Module
 from quantkit.engines.rules.rule import BOTH, Rule, Status
 from quantkit.naming import Role, TensorName
-from quantkit.weights.quantization_config import Format
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings import INT4, NVFP4, Format
 
 RULE_OF_NAMES = "modules-described"
 _CT_UTILS = {
@@ -34,7 +33,7 @@ def config_problem(
         return f"holds {', '.join(sorted(actual))}; the config says {', '.join(sorted(expected))}"
     if form is None or isinstance(matcher, ModeloptMatcher) or (group := matcher.group(name)) is None:
         return None
-    said, true = matcher.groups[group]["weights"], form.weights()
+    said, true = matcher.groups[group]["weights"], form.encoding.described(form)["weights"]
     different = (word for word in _WORDS if true.get(word) is not None and said.get(word) != true[word])
     return next((f"has {word} {true[word]}; the config says {said.get(word)}" for word in different), None)
 
@@ -167,9 +166,7 @@ RULES = (
         "an entry covers every name that it is a part of, and `*` any digits",
         {engine: f"{path}: is_layer_excluded" for engine, path in _MODELOPT.items()},
         "Write model.layers.7.* for layer 7.",
-        lambda facts, module: (
-            facts.method == "modelopt" and module.encoding is Encoding.NVFP4 and module.name.layer is not None
-        ),
+        lambda facts, module: facts.method == "modelopt" and module.encoding is NVFP4 and module.name.layer is not None,
         _excluded_too,
     ),
     Rule(
@@ -209,7 +206,7 @@ RULES = (
             "CompressedTensorsWNA16MoE"
         },
         'Set "format": "pack-quantized" in quantization_config.',
-        lambda facts, module: module.name.role is Role.ROUTED_EXPERT and module.encoding is Encoding.INT4,
+        lambda facts, module: module.name.role is Role.ROUTED_EXPERT and module.encoding is INT4,
         _top_format,
     ),
     Rule(
@@ -232,7 +229,7 @@ RULES = (
         "there is no quantizer of that name",
         {"transformers": "quantizers/auto.py: AUTO_QUANTIZER_MAPPING"},
         "Convert with --format compressed-tensors to load it there.",
-        lambda facts, module: facts.method == "modelopt" and module.encoding is Encoding.NVFP4,
+        lambda facts, module: facts.method == "modelopt" and module.encoding is NVFP4,
         lambda facts, module, engine, ranks: f"is {module.label} of ModelOpt, which {engine} does not read",
         Status.WARNING,
     ),

@@ -11,11 +11,10 @@ from quantkit.checkpoint.source import Source
 from quantkit.engines import ENGINES, ConfigMatcher, ModeloptMatcher, is_linear, matchers
 from quantkit.errors import EngineError
 from quantkit.naming import Role, TensorName
-from quantkit.weights.quantization_config import Format
-from quantkit.weights.weight import Encoding, Weight
+from quantkit.weights.encodings import FP8, PLAIN, Encoding, Format
+from quantkit.weights.weight import Weight
 
 ALL_ENGINES = frozenset(engine.name for engine in ENGINES)
-FOUR_BITS = (Encoding.INT4, Encoding.NVFP4)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -45,13 +44,13 @@ class Module:
     def of(cls, weight: Weight) -> "Module":
         """The module of a stored weight."""
         leaves = frozenset(tensor.spec.name.rpartition(".")[2] for tensor in weight.tensors)
-        scales = weight.scale.spec.dtype if weight.encoding is Encoding.FP8 and weight.scale else None
+        scales = weight.scale.spec.dtype if weight.encoding is FP8 and weight.scale else None
         return cls(
             name=weight.name,
             shape=weight.shape,
             label=weight.label,
             leaves=leaves,
-            format=Format.of(weight),
+            format=weight.encoding.format(weight),
             scales=scales,
             within=weight.within,
             turned=weight.slab is not None,
@@ -60,7 +59,7 @@ class Module:
     @property
     def encoding(self) -> Encoding:
         """How it is stored."""
-        return self.format.encoding if self.format else Encoding.PLAIN
+        return self.format.encoding if self.format else PLAIN
 
     @property
     def projection(self) -> str:
@@ -161,7 +160,7 @@ class Facts:
     @cached_property
     def four_bits(self) -> bool:
         """Whether there are 4-bit weights."""
-        return any(module.encoding in FOUR_BITS for module in self.modules)
+        return any(module.encoding.is_main for module in self.modules)
 
     @cached_property
     def matchers(self) -> Mapping[str, ConfigMatcher | ModeloptMatcher]:

@@ -4,9 +4,8 @@ from quantkit.engines import is_linear
 from quantkit.engines.rules.facts import Facts, Module
 from quantkit.engines.rules.rule import Rule, Status
 from quantkit.naming import Role
-from quantkit.recipe import GROUP_SIZES
-from quantkit.weights.layout import KV_SCALES
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings import INT4, NVFP4
+from quantkit.weights.weight import KV_SCALES
 
 _CT = "srt/layers/quantization/compressed_tensors"
 _DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
@@ -14,11 +13,11 @@ _CACHED = ("kv_a_proj_with_mqa", "k_proj", "v_proj")  # what goes into a KV cach
 
 
 def _is_int4(facts: Facts, module: Module) -> bool:
-    return module.encoding is Encoding.INT4 and is_linear(module)
+    return module.encoding is INT4 and is_linear(module)
 
 
 def _is_int4_expert(facts: Facts, module: Module) -> bool:
-    return module.encoding is Encoding.INT4 and module.name.role is Role.ROUTED_EXPERT
+    return module.encoding is INT4 and module.name.role is Role.ROUTED_EXPERT
 
 
 def _group_size(module: Module) -> int:
@@ -29,7 +28,11 @@ def _group_size(module: Module) -> int:
 
 def _marlin(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
     size = _group_size(module)
-    return None if size in GROUP_SIZES else f"has groups of {size}; Marlin takes {', '.join(map(str, GROUP_SIZES))}"
+    return (
+        None
+        if size in INT4.group_sizes
+        else f"has groups of {size}; Marlin takes {', '.join(map(str, INT4.group_sizes))}"
+    )
 
 
 def _blackwell(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
@@ -72,7 +75,7 @@ def _by_backend(facts: Facts, module: Module, engine: str, ranks: int) -> str | 
 RULES = (
     Rule(
         "int4-group-size",
-        f"INT4 groups are of {', '.join(map(str, GROUP_SIZES))} columns",
+        f"INT4 groups are of {', '.join(map(str, INT4.group_sizes))} columns",
         "the Marlin kernels take no other",
         {
             "vLLM": "model_executor/layers/quantization/utils/marlin_utils.py: check_moe_marlin_supports_config",
@@ -128,7 +131,7 @@ RULES = (
             "SGLang": f"{_CT}/compressed_tensors.py: _get_scheme_from_parts, get_moe_scheme",
         },
         "On Hopper, a weight-only checkpoint says what is served.",
-        lambda facts, module: module.encoding is Encoding.NVFP4 and is_linear(module),
+        lambda facts, module: module.encoding is NVFP4 and is_linear(module),
         _w4a4,
         Status.WARNING,
     ),
@@ -139,9 +142,7 @@ RULES = (
         {"transformers": "integrations/compressed_tensors.py: DecompressExperts"},
         "Serve it with vLLM or SGLang, or divide the experts by their global scales once they are loaded.",
         lambda facts, module: (
-            module.encoding is Encoding.NVFP4
-            and module.name.role is Role.ROUTED_EXPERT
-            and facts.method == "compressed-tensors"
+            module.encoding is NVFP4 and module.name.role is Role.ROUTED_EXPERT and facts.method == "compressed-tensors"
         ),
         lambda facts, module, engine, ranks: f"is {module.label}; {engine} loads it multiplied by its global scale",
         Status.WARNING,

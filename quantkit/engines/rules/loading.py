@@ -1,10 +1,11 @@
 """Which module may have which format."""
 
 from quantkit.engines import is_linear
-from quantkit.engines.rules.facts import FOUR_BITS, Facts, Module
+from quantkit.engines.rules.facts import Facts, Module
 from quantkit.engines.rules.rule import Rule
 from quantkit.naming import Role
-from quantkit.weights.weight import Encoding, Strategy
+from quantkit.weights.encodings import INT4, NVFP4
+from quantkit.weights.weight import Strategy
 
 _DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
 _VLLM_CT = "model_executor/layers/quantization/compressed_tensors"
@@ -30,7 +31,7 @@ def _not_plain(facts: Facts, module: Module, engine: str, ranks: int) -> str | N
 
 def _kv_b(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
     """SGLang takes an FP8 kv_b_proj apart by the block of the class `Linear`, else as one scale for each row."""
-    if module.encoding in FOUR_BITS:
+    if module.encoding.is_main:
         return f"is {module.label}; SGLang reads its `weight`, and decodes only FP8"
     if module.format and module.format.strategy == "block" and facts.method == "compressed-tensors":
         block = _linear_block(facts)
@@ -45,15 +46,15 @@ def _linear_block(facts: Facts) -> tuple[int, int] | None:
 
 
 def _qkv_a(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    if module.encoding is Encoding.INT4:
+    if module.encoding is INT4:
         return "is INT4; SGLang joins its weight_shape with its partner's, and the result fits no parameter"
-    if module.encoding is Encoding.NVFP4 and "weight_packed" in module.leaves:
+    if module.encoding is NVFP4 and "weight_packed" in module.leaves:
         return "is NVFP4; SGLang joins its global scale with its partner's, and the result fits no parameter"
     return None
 
 
 def _indexer(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
-    if module.encoding in FOUR_BITS:
+    if module.encoding.is_main:
         return f"is {module.label}; {engine} loads it into a BF16 parameter"
     if module.format is None:
         return None

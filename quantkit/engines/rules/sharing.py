@@ -1,10 +1,10 @@
 """What SGLang makes of shared experts: one more routed expert, or a module of its own."""
 
 from quantkit.engines import ModeloptMatcher, is_linear
-from quantkit.engines.rules.facts import FOUR_BITS, Facts, Module
+from quantkit.engines.rules.facts import Facts, Module
 from quantkit.engines.rules.rule import Rule, Status
 from quantkit.naming import Role
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings import INT4
 
 _FUSING_256 = ("deepseek_v3", "glm_moe_dsa", "kimi_k2")  # SGLang fuses one shared expert with 256 routed ones, no other
 _FUSING_ALL = ("glm4_moe", "glm4_moe_lite")
@@ -23,9 +23,7 @@ def _linear_is_int4(facts: Facts) -> bool:
 def _meets_four_bits(facts: Facts, module: Module) -> bool:
     """Whether it is a shared expert beside routed ones that are 4-bit."""
     routed = facts.routed.get(module.name.layer)
-    return (
-        module.name.role is Role.SHARED_EXPERT and is_linear(module) and bool(routed and routed.encoding in FOUR_BITS)
-    )
+    return module.name.role is Role.SHARED_EXPERT and is_linear(module) and bool(routed and routed.encoding.is_main)
 
 
 def _fuses_256(facts: Facts) -> bool:
@@ -36,12 +34,7 @@ def _fuses_256(facts: Facts) -> bool:
 def _stops_at_int4(facts: Facts, module: Module) -> bool:
     """Whether SGLang looks at the target `Linear` to see that the shared expert stays alone."""
     routed = facts.routed.get(module.name.layer)
-    return (
-        _fuses_256(facts)
-        and _meets_four_bits(facts, module)
-        and routed is not None
-        and routed.encoding is Encoding.INT4
-    )
+    return _fuses_256(facts) and _meets_four_bits(facts, module) and routed is not None and routed.encoding is INT4
 
 
 def _may_be_fused(facts: Facts, module: Module) -> bool:

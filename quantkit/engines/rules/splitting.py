@@ -9,7 +9,7 @@ from quantkit.engines import is_linear
 from quantkit.engines.rules.facts import Facts, Module
 from quantkit.engines.rules.rule import Rule
 from quantkit.naming import Role
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings import FP8, INT4, NVFP4, Encoding
 
 _BY_COLUMNS = frozenset({"o_proj", "down_proj"})
 _BY_ROWS = frozenset({"q_b_proj", "kv_b_proj", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
@@ -92,7 +92,7 @@ def _blocks(facts: Facts, module: Module, engine: str, ranks: int) -> str | None
 
 
 def _is_fp8_block(module: Module) -> bool:
-    return module.encoding is Encoding.FP8 and module.format is not None and module.format.strategy == "block"
+    return module.encoding is FP8 and module.format is not None and module.format.strategy == "block"
 
 
 def _heads(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
@@ -162,7 +162,7 @@ RULES = (
             "compressed_tensors_wNa16.py: create_weights",
         },
         f"{_FEWER_RANKS} Or convert with a smaller --group-size.",
-        lambda facts, module: _is_split_by_groups(facts, module, Encoding.INT4),
+        lambda facts, module: _is_split_by_groups(facts, module, INT4),
         _groups,
         shared=_columns,
     ),
@@ -175,7 +175,7 @@ RULES = (
             "SGLang": "srt/layers/quantization/modelopt_quant.py: ModelOptFp4LinearMethod.create_weights",
         },
         _FEWER_RANKS,
-        lambda facts, module: _is_split_by_groups(facts, module, Encoding.NVFP4),
+        lambda facts, module: _is_split_by_groups(facts, module, NVFP4),
         _groups,
         shared=_columns,
     ),
@@ -189,7 +189,7 @@ RULES = (
         },
         "Serve it on fewer ranks, or give its role the scheme keep or bf16.",
         lambda facts, module: (
-            module.encoding is Encoding.INT4 and module.name.role is not Role.ROUTED_EXPERT and is_linear(module)
+            module.encoding is INT4 and module.name.role is not Role.ROUTED_EXPERT and is_linear(module)
         ),
         _tiles,
         shared=_shared,

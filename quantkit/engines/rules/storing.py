@@ -3,8 +3,8 @@
 from quantkit.engines.rules.facts import Facts, Module
 from quantkit.engines.rules.rule import BOTH, Rule, Status
 from quantkit.naming import Role
-from quantkit.weights.layout import KV_SCALES
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings import NVFP4
+from quantkit.weights.weight import KV_SCALES
 
 _DSV2_LOADER = "srt/models/deepseek_common/deepseek_weight_loader.py"
 _VLLM_CT = "model_executor/layers/quantization/compressed_tensors"
@@ -78,9 +78,7 @@ RULES = (
         },
         "Convert the model from its source with quantkit.",
         lambda facts, module: (
-            facts.unequal_globals is not None
-            and module.encoding is Encoding.NVFP4
-            and module.name.fused_projection is not None
+            facts.unequal_globals is not None and module.encoding is NVFP4 and module.name.fused_projection is not None
         ),
         _unequal_globals,
     ),

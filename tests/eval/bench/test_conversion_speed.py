@@ -28,8 +28,8 @@ from quantkit.eval.bench.scale_error import (
     table_row,
 )
 from quantkit.naming import Role
-from quantkit.recipe import GROUP_SIZES
-from quantkit.weights.weight import read_weights
+from quantkit.weights.encodings import INT4
+from quantkit.weights.grouping import read_weights
 from support.paths import GLM_TINY
 
 LARGEST_RATIO = {
@@ -122,7 +122,7 @@ def weights(request: pytest.FixtureRequest) -> list[Fp8Weight]:
     return [gaussian_weight(512, 2048)] if request.param == "gaussian" else routed_experts(GLM_TINY)
 
 
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("group_size", INT4.group_sizes)
 def test_search_and_signed_beat_minmax(
     weights: list[Fp8Weight], group_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,7 @@ def test_search_and_signed_beat_minmax(
 
 
 @pytest.mark.skipif(not peers.installed("llm-compressor"), reason="llm-compressor is not installed")
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("group_size", INT4.group_sizes)
 def test_search_and_signed_beat_the_peers_search(weights: list[Fp8Weight], group_size: int) -> None:
     """Squared errors are never above those of llm-compressor's memoryless_mse on the same weights."""
     errors = squared_errors(weights, group_size)

@@ -26,7 +26,7 @@ from quantkit.eval.gate.loading import (
 )
 from quantkit.naming import TensorName
 from quantkit.recipe import Mtp, Scheme
-from quantkit.weights.weight import read_weights
+from quantkit.weights.grouping import read_weights
 from support.families import PUBLISHED, write_family
 from support.reference import assert_same, copy_readable, load_model, quiet, write_plain
 from support.tiers import quick_if

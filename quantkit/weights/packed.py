@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.ops import linear as ops
-from quantkit.weights.weight import Encoding
+from quantkit.weights.encodings.encoding import Encoding
+from quantkit.weights.rows import Reader
+from quantkit.weights.weight import Weight
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.linear import Weights
+
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,20 @@ class Packed:
         """The same on another device."""
         return self._map(lambda part: part.to(device))
 
+    def read_codes(self, weight: Weight, reader: Reader) -> None:
+        """Read the codes of a weight as they are stored."""
+        reader.source.read_into(weight.data, 0, as_bytes(self.codes))
+
+    def read_scale(self, weight: Weight, reader: Reader) -> None:
+        """Read its scales as they are stored."""
+        assert self.scale is not None
+        assert weight.scale is not None
+        reader.source.read_into(weight.scale, 0, as_bytes(self.scale))
+
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers of a weight that is not stacked: [N, K] in `dtype`, code x scale rounded once to it."""
+        return self.encoding.decode(self, dtype)
+
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Packed":
         return replace(
             self,
@@ -61,18 +80,11 @@ class Packed:
         )
 
 
-def decode(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of a weight that is not stacked: [N, K] in `dtype`, the product code x scale rounded once to it.
+def empty(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [count, *shape] that is not filled."""
+    return torch.empty(count, *shape, dtype=dtype)
 
-    The product is made in float32, which holds INT4 exactly and rounds FP8 as the engines do; NVFP4's in float64.
-    """
-    if weight.encoding is Encoding.PLAIN:
-        return weight.codes.to(dtype)
-    assert weight.scale is not None
-    if weight.encoding is Encoding.FP8:
-        assert weight.block is not None
-        return ops.decode_fp8_block(weight.codes, weight.scale, weight.block, dtype)
-    if weight.encoding is Encoding.INT4:
-        return ops.decode_int4(weight.codes, weight.scale, dtype)
-    assert weight.multiplier is not None
-    return ops.decode_nvfp4(weight.codes, weight.scale, weight.multiplier, dtype)
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
