@@ -70,3 +70,28 @@ class ScaleMethod(StrEnum):
         if self is ScaleMethod.MINMAX:
             return ((15, 2),)
         return ((20, 3), (7, 1), (52, 7), (15, 2), (8, 1), (42, 5), (17, 2), (44, 5), (9, 1), (99, 10))
+
+
+class Scheme(StrEnum):
+    """What happens to a weight."""
+
+    KEEP = "keep"  # its bytes are copied
+    BF16 = "bf16"  # quantized weights are decoded to BF16, plain tensors are copied
+    FP8_TO_BF16 = "fp8-to-bf16"  # FP8 weights are decoded to BF16, all others are copied
+    INT4 = "int4"
+    NVFP4 = "nvfp4"
+
+
+class Mtp(StrEnum):
+    """What becomes of the multi-token-prediction layers."""
+
+    QUANTIZE = "quantize"  # they are treated like the main layers
+    KEEP = "keep"  # their routed experts are treated like the rest
+    DROP = "drop"  # they are left out, and the config's count is set to 0
+
+
+class Rest(StrEnum):
+    """What the weights that stay unquantized are stored as."""
+
+    FP8 = "fp8"  # as published
+    BF16 = "bf16"

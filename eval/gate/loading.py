@@ -29,7 +29,7 @@ from quantkit.checkpoint.source import Source, open_source
 from quantkit.choices import Dialect
 from quantkit.errors import DependencyError, SourceError
 from quantkit.naming import Role, TensorName
-from quantkit.weights.encodings import FP8, Encoding
+from quantkit.weights.encodings import FP8
 from quantkit.weights.grouping import read_weights
 from quantkit.weights.rows import Reader
 from quantkit.weights.weight import Strategy, Weight
@@ -54,7 +54,7 @@ def check_measurable(folder: Path) -> Source:
     """The checkpoint in `folder`; SourceError, with the conversion that helps, if transformers would misread it."""
     source = open_source(folder)
     compressed = (source.config.get(KEY) or {}).get("quant_method") == "compressed-tensors"
-    experts: dict[Encoding, Weight] = {}
+    experts: dict[str, Weight] = {}
     for weight in read_weights(source):
         if weight.name.is_mtp(source.num_hidden_layers):
             continue
@@ -64,7 +64,7 @@ def check_measurable(folder: Path) -> Source:
         if weight.encoding is FP8 and (trouble := _trouble_with_fp8(weight, compressed)):
             raise _not_measurable(folder, f"{trouble}: {weight.name}", "--bf16")
         if weight.name.role is Role.ROUTED_EXPERT:
-            experts.setdefault(weight.encoding, weight)
+            experts.setdefault(weight.encoding.name, weight)
     if len(experts) > 1:
         names = " and ".join(f"{weight.name} ({encoding})" for encoding, weight in sorted(experts.items()))
         raise _not_measurable(folder, f"experts of different formats, which transformers leaves out: {names}", "--bf16")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from quantkit.checkpoint.source import open_source
-from quantkit.choices import KvDtype, ScaleMethod
+from quantkit.choices import KvDtype, ScaleMethod, Scheme
 from quantkit.conversion import Options as ConversionOptions
 from quantkit.conversion import convert
 from quantkit.errors import PlanError
@@ -25,7 +25,6 @@ from quantkit.eval.gate.data_folder import data_folder
 from quantkit.eval.gate.offline import offline_tasks
 from quantkit.eval.gate.report import AccuracyReport, Comparison
 from quantkit.eval.proofs.breakage import BREAKAGES, break_checkpoint
-from quantkit.recipe import Scheme
 from quantkit.runtime.cache_options import CacheOptions
 from quantkit.tables import markdown_row
 from quantkit.weights.encodings import PLAIN

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.choices import Dialect, ScaleMethod
+from quantkit.choices import Dialect, Mtp, Rest, ScaleMethod, Scheme
 from quantkit.cli.options import Json, Model, Revision, Workers
 from quantkit.errors import UsageError
-from quantkit.recipe import Mtp, Rest, Scheme
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.manifest import Manifest

@@ -4,11 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.choices import IndexCache, KvLayout
+from quantkit.choices import IndexCache, KvLayout, Scheme
 from quantkit.cli import plan_options as option
 from quantkit.cli.options import Json, Revision
 from quantkit.errors import CheckFailed, UsageError
-from quantkit.recipe import Scheme
 
 if TYPE_CHECKING:
     from quantkit.planning.fit import Deployment

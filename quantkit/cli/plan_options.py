@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.choices import Dialect, IndexCache, KvLayout
-from quantkit.recipe import Mtp, Rest
+from quantkit.choices import Dialect, IndexCache, KvLayout, Mtp, Rest
 
 
 class Explain(StrEnum):

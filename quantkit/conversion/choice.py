@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.source import Source
-from quantkit.choices import Dialect, ScaleMethod
+from quantkit.choices import Dialect, Mtp, Rest, ScaleMethod, Scheme
 from quantkit.naming import TensorName
-from quantkit.recipe import Mtp, Recipe, Rest, Rule, Scheme, Treatment, default_recipe, load_recipe
+from quantkit.recipe import Recipe, Rule, Treatment, default_recipe, load_recipe
 from quantkit.weights.encodings import NVFP4
 from quantkit.weights.grouping import read_weights
 

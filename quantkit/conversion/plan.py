@@ -15,12 +15,12 @@ from typing import Any
 from quantkit.checkpoint.config import MODELOPT_FILE, MTP_KEY, replace_value, splice
 from quantkit.checkpoint.header import StoredTensor, lay_out
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, Source
-from quantkit.choices import Dialect
+from quantkit.choices import Dialect, Mtp
 from quantkit.conversion.engine_check import check_engines, planned_facts
 from quantkit.conversion.steps import Step, make_steps
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
-from quantkit.recipe import Mtp, Recipe
+from quantkit.recipe import Recipe
 from quantkit.weights.encodings import PLAIN, Format
 from quantkit.weights.grouping import read_weights
 from quantkit.weights.quantization_config import describe, modelopt_file

@@ -16,10 +16,10 @@ from enum import StrEnum, auto
 from functools import cached_property
 
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
-from quantkit.choices import Dialect, ScaleMethod
+from quantkit.choices import Dialect, Mtp, ScaleMethod, Scheme
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
-from quantkit.recipe import Mtp, Recipe, Scheme, Treatment
+from quantkit.recipe import Recipe, Treatment
 from quantkit.weights.encodings import FP8, PLAIN, Encoding, Format, Target, target
 from quantkit.weights.weight import Weight
 

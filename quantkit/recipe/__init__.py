@@ -14,21 +14,18 @@ from typing import Any
 
 import yaml
 
-from quantkit.choices import Dialect, EngineName, ScaleMethod
+from quantkit.choices import Dialect, EngineName, Mtp, ScaleMethod, Scheme
 from quantkit.errors import RecipeError, UsageError
 from quantkit.naming import Role
-from quantkit.recipe.rules import QUANTIZED, Layers, Mtp, Recipe, Rest, Rule, Scheme, Treatment
+from quantkit.recipe.rules import QUANTIZED, Layers, Recipe, Rule, Treatment
 from quantkit.weights.encodings import target
 
 __all__ = [
     "QUANTIZED",
     "Alias",
     "Layers",
-    "Mtp",
     "Recipe",
-    "Rest",
     "Rule",
-    "Scheme",
     "Treatment",
     "default_recipe",
     "find_alias",

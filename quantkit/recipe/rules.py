@@ -2,42 +2,15 @@
 
 import re
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from typing import Any
 
-from quantkit.choices import Dialect, EngineName, ScaleMethod
+from quantkit.choices import Dialect, EngineName, Mtp, Rest, ScaleMethod, Scheme
 from quantkit.errors import RecipeError, UsageError
 from quantkit.naming import Role, TensorName
 from quantkit.weights.encodings import target
 
-
-class Scheme(StrEnum):
-    """What happens to a weight."""
-
-    KEEP = "keep"  # its bytes are copied
-    BF16 = "bf16"  # quantized weights are decoded to BF16, plain tensors are copied
-    FP8_TO_BF16 = "fp8-to-bf16"  # FP8 weights are decoded to BF16, all others are copied
-    INT4 = "int4"
-    NVFP4 = "nvfp4"
-
-
 QUANTIZED = tuple(scheme for scheme in Scheme if target(scheme))
 GROUPED = tuple(scheme for scheme in QUANTIZED if (made := target(scheme)) and made.group_sizes)
-
-
-class Mtp(StrEnum):
-    """What becomes of the multi-token-prediction layers."""
-
-    QUANTIZE = "quantize"  # they are treated like the main layers
-    KEEP = "keep"  # their routed experts are treated like the rest
-    DROP = "drop"  # they are left out, and the config's count is set to 0
-
-
-class Rest(StrEnum):
-    """What the weights that stay unquantized are stored as."""
-
-    FP8 = "fp8"  # as published
-    BF16 = "bf16"
 
 
 @dataclass(frozen=True)

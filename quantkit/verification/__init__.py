@@ -14,10 +14,10 @@ from pathlib import Path
 
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Source, open_source
+from quantkit.choices import Mtp
 from quantkit.engines.check import is_signed, targets_of
 from quantkit.errors import SourceError
 from quantkit.families.locate import open_model
-from quantkit.recipe import Mtp
 from quantkit.verification.fidelity import Compared, Made, compare_weights, pool_by_role
 from quantkit.verification.findings import Findings
 from quantkit.verification.folded import KvScaling, check_scaling, multiplied_by

@@ -9,10 +9,9 @@ import torch
 from safetensors import safe_open
 
 import quantkit
-from quantkit.choices import ScaleMethod
+from quantkit.choices import Rest, ScaleMethod
 from quantkit.conversion import Options
 from quantkit.formats import fp8_block, int4
-from quantkit.recipe import Rest
 from support.checkpoints import digests, load, same
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"

@@ -9,11 +9,11 @@ import pytest
 
 import quantkit
 from quantkit.checkpoint.manifest import Manifest
-from quantkit.choices import Dialect, ScaleMethod
+from quantkit.choices import Dialect, Mtp, Rest, ScaleMethod, Scheme
 from quantkit.conversion import Options, convert
 from quantkit.errors import PlanError
 from quantkit.naming import Role
-from quantkit.recipe import Mtp, Recipe, Rest, Rule, Scheme, Treatment
+from quantkit.recipe import Recipe, Rule, Treatment
 from support.families import write_family
 from support.truth import read_tensors, truth
 

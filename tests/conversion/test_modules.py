@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import quantkit
+from quantkit.choices import Mtp
 from quantkit.conversion import Options
 from quantkit.errors import PlanError, QuantkitError, SourceError
-from quantkit.recipe import Mtp, Recipe
+from quantkit.recipe import Recipe
 from support.checkpoints import DOWN, FP8, MLP, config_of, fp8_codes, normal, write
 from support.plans import custom, int4
 from support.toys import Tensors, ToyMaker

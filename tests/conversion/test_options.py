@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit.choices import ScaleMethod
+from quantkit.choices import Mtp, Rest, ScaleMethod
 from quantkit.conversion import Options
 from quantkit.formats import fp8_block
-from quantkit.recipe import Mtp, Rest
 from support.checkpoints import digests, load, same
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"

@@ -11,11 +11,12 @@ from compressed_tensors.quantization import QuantizationArgs
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.choices import Rest
 from quantkit.conversion.plan import make_plan
 from quantkit.errors import PlanError, SourceError
 from quantkit.families.inventory import inventory
 from quantkit.naming import TensorName
-from quantkit.recipe import Rest, load_recipe
+from quantkit.recipe import load_recipe
 from support.plans import (
     BF16,
     BF16_REST,

@@ -7,11 +7,12 @@ import pytest
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.source import Source
+from quantkit.choices import Rest
 from quantkit.conversion.engine_check import check_engines, planned_facts
 from quantkit.conversion.plan import Plan, make_plan
 from quantkit.errors import PlanError, SourceError
 from quantkit.naming import Role
-from quantkit.recipe import Recipe, Rest, load_recipe
+from quantkit.recipe import Recipe, load_recipe
 from support.plans import (
     BF16,
     BF16_REST,

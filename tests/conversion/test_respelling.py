@@ -15,11 +15,11 @@ import quantkit
 from quantkit.checkpoint.digest import GATE_FILE, checkpoint_digest
 from quantkit.checkpoint.source import CONFIG_FILE
 from quantkit.checkpoint.writer import File
+from quantkit.choices import Scheme
 from quantkit.conversion import Options
 from quantkit.conversion.respelling import respell
 from quantkit.engines.check import check_compatibility
 from quantkit.errors import OutputError, PlanError
-from quantkit.recipe import Scheme
 from support.hub.pushing import REPO, Push, assert_refused, gate
 from support.program import Runner
 

@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 import quantkit
-from quantkit.choices import ScaleMethod
+from quantkit.choices import Mtp, ScaleMethod
 from quantkit.conversion import Options
 from quantkit.errors import OutputError, QuantkitError
-from quantkit.recipe import Mtp
 from support.checkpoints import FP8, digests, fp8_codes, write
 
 

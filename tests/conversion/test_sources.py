@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit.choices import Dialect
+from quantkit.choices import Dialect, Rest, Scheme
 from quantkit.conversion import Options, convert
 from quantkit.errors import PlanError
 from quantkit.naming import TensorName
-from quantkit.recipe import Rest, Scheme
 from support.families import DIAGONAL, FAMILIES, NAMES, PUBLISHED, STORED
 from support.runnable import Checkpoint
 from support.tiers import quick_if

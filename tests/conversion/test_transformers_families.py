@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.choices import Scheme
 from quantkit.conversion import Options, convert
 from quantkit.naming import TensorName
-from quantkit.recipe import Scheme
 from support.families import PUBLISHED, write_family
 from support.reference import (
     assert_same,

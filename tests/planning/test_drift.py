@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import quantkit
-from quantkit.choices import KvLayout, ScaleMethod
+from quantkit.choices import KvLayout, Mtp, ScaleMethod
 from quantkit.cli import app
 from quantkit.conversion import Options
 from quantkit.errors import CheckFailed, SourceError
@@ -19,7 +19,6 @@ from quantkit.planning.drift import check_drift
 from quantkit.planning.fit import Deployment
 from quantkit.planning.phase_report import DriftReport
 from quantkit.planning.phases import Target, plan_phases
-from quantkit.recipe import Mtp
 
 TARGET = Target(Deployment(kv=KvLayout.FP8), Deployment(kv=KvLayout.FP8))
 SHARD = "model-00002-of-00003.safetensors"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from quantkit.choices import Mtp
 from quantkit.cli import app
 from quantkit.conversion import Options
 from quantkit.errors import OutputError, UsageError
@@ -14,7 +15,6 @@ from quantkit.planning.deployment import read_manifest
 from quantkit.planning.fit import Deployment
 from quantkit.planning.phase_report import PhasePlan
 from quantkit.planning.phases import Target, plan_phases
-from quantkit.recipe import Mtp
 from support.phase_plans import NIXL
 
 pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")

@@ -10,6 +10,7 @@ import pytest
 
 import quantkit
 from quantkit.checkpoint.source import open_source
+from quantkit.choices import Mtp
 from quantkit.conversion import Options
 from quantkit.errors import SourceError, UsageError
 from quantkit.planning.deployment import Candidate
@@ -18,7 +19,6 @@ from quantkit.planning.fit import Deployment
 from quantkit.planning.phase_report import PhasePlan
 from quantkit.planning.phases import Target, plan_phases
 from quantkit.planning.weighing import Choice, choose
-from quantkit.recipe import Mtp
 from support.paths import CONFIGS
 from support.phase_plans import FP8
 

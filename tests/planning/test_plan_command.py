@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quantkit.checkpoint.source import Source
-from quantkit.choices import IndexCache, KvLayout
+from quantkit.choices import IndexCache, KvLayout, Mtp
 from quantkit.cli import app
 from quantkit.conversion import Options
 from quantkit.errors import PlanError, QuantkitError, SourceError, UsageError
@@ -17,7 +17,6 @@ from quantkit.planning.fit import GIB, Deployment, describe, plan_serving, repor
 from quantkit.planning.published import int4_experts_only
 from quantkit.planning.report import CapacityReport, PublishedFigures
 from quantkit.planning.roofline import Model
-from quantkit.recipe import Mtp
 from support.headers import published
 from support.paths import CONFIGS
 from support.tiers import exhaustive, quick_if

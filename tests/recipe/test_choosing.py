@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from quantkit.choices import Dialect, ScaleMethod
+from quantkit.choices import Dialect, Rest, ScaleMethod, Scheme
 from quantkit.errors import QuantkitError, RecipeError, UsageError
 from quantkit.naming import Role, TensorName
 from quantkit.recipe import (
     Recipe,
-    Rest,
     Rule,
-    Scheme,
     Treatment,
     default_recipe,
     find_alias,

@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from quantkit.choices import ScaleMethod
+from quantkit.choices import ScaleMethod, Scheme
 from quantkit.errors import RecipeError
 from quantkit.naming import Role, TensorName
-from quantkit.recipe import Scheme, Treatment, load_recipe, parse_recipe, recipe_names
+from quantkit.recipe import Treatment, load_recipe, parse_recipe, recipe_names
 from support.recipe_roles import LAST, treat
 
 INT4 = "scheme: int4, group_size: 32, scale: search"

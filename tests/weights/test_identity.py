@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.checkpoint.manifest import ModelIdentity
 from quantkit.checkpoint.source import open_source
-from quantkit.choices import KvDtype
+from quantkit.choices import KvDtype, Mtp
 from quantkit.errors import CacheError, SourceError
 from quantkit.families.inventory import inventory
 from quantkit.folding import fold
 from quantkit.folding.report import Way
 from quantkit.models import load
-from quantkit.recipe import Mtp
 from quantkit.runtime.cache_options import CacheOptions, cache_scales
 from quantkit.runtime.scales import KvScaleFile
 from quantkit.weights.identity import identify

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from quantkit.choices import Mtp, Scheme
 from quantkit.cli import app
 from quantkit.conversion import Options, convert
 from quantkit.errors import SourceError
@@ -25,7 +26,6 @@ from quantkit.eval.gate.loading import (
     quantizes_activations,
 )
 from quantkit.naming import TensorName
-from quantkit.recipe import Mtp, Scheme
 from quantkit.weights.grouping import read_weights
 from support.families import PUBLISHED, write_family
 from support.reference import assert_same, copy_readable, load_model, quiet, write_plain
