@@ -7,7 +7,7 @@ Shapes: `modeling_glm_moe_dsa.py`, `modeling_glm4_moe.py`, `modeling_glm4_moe_li
 595,148,192,736 bytes) and, in GB, GLM-4.5 (716.7); DeepSeek-V3's 671 B parameters and 11.5 B more for MTP.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,10 +96,16 @@ def has_indexer(config: dict[str, Any], layer: int) -> bool:
     types = config.get("indexer_types")
     if layer >= config["num_hidden_layers"]:
         return True
-    if types:
-        return bool(types[layer] == "full")
-    frequency = config.get("index_topk_freq") or 1
-    return max(layer - (config.get("index_skip_topk_offset") or 0) + 1, 0) % frequency == 0
+    return bool(types[layer] == "full") if types else is_scheduled(config, layer)
+
+
+def is_scheduled(config: Mapping[str, Any], layer: int) -> bool:
+    """The same of a main layer by the schedule alone, which is all that vLLM reads: a pattern of F and S, or a
+    frequency. Defaults: `configuration_glm_moe_dsa.py` of transformers 5.17, `deepseek_v2.py` of vLLM 0.33."""
+    if pattern := config.get("index_topk_pattern"):
+        return layer >= len(pattern) or pattern[layer] != "S"
+    frequency, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset")
+    return max(layer - (2 if offset is None else offset) + 1, 0) % frequency == 0
 
 
 def _shards(model: "_Model", config: dict[str, Any]) -> Iterator[tuple[str, tuple[TensorSpec, ...]]]:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint.source import Source
+from quantkit.engines.rules import Facts, Status, judge
 from quantkit.errors import SourceError
 from quantkit.families.inventory import inventory
+from quantkit.weights.grouping import read_weights
 from support.headers import layers_with, specs_below
 
 # A GLM with a ragged block in every place where one can be: one dense layer, two sparse ones and the MTP layer.
@@ -156,6 +158,26 @@ def test_glm_5_2s_frequency_and_offset_give_its_21_layers() -> None:
 def test_without_a_schedule_every_layer_has_an_indexer(keys: dict[str, Any]) -> None:
     """GLM-5 and 5.1 have no IndexShare keys: each layer carries its indexer."""
     assert layers_with(toy(**keys), ".indexer.") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "full"),
+    [
+        ({"index_topk_freq": 4}, [0, 1, 5, 9, 12]),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": None}, [0, 1, 5, 9, 12]),
+        ({"index_topk_pattern": "FSSFSSFSSFSS", "index_topk_freq": 4}, [0, 3, 6, 9, 12]),
+        ({"index_topk_pattern": "FSSS"}, [0, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
+    ],
+)
+def test_a_schedule_is_read_as_the_engines_read_it(keys: dict[str, Any], full: list[int]) -> None:
+    """A pattern comes before the frequency, whose offset is 2 unless a number is given; no rule finds a layer that has
+    an indexer and should have none."""
+    source = toy(num_hidden_layers=12, **keys)
+
+    assert layers_with(source, ".indexer.") == full
+    facts = Facts.of(source, read_weights(source))
+    found = [each for each in judge(facts) if each.rule.id == "surplus-indexer" and each.status is Status.BROKEN]
+    assert found == []
 
 
 @pytest.mark.parametrize("quantization", [None, ..., {}], ids=["null", "missing", "empty"])

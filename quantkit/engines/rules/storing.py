@@ -2,6 +2,7 @@
 
 from quantkit.engines.rules.facts import Facts, Module
 from quantkit.engines.rules.rule import BOTH, Rule, Status
+from quantkit.families.inventory import is_scheduled
 from quantkit.naming import Role
 from quantkit.weights.encodings import NVFP4
 from quantkit.weights.weight import KV_SCALES
@@ -19,12 +20,7 @@ def _surplus_indexer(facts: Facts, module: Module, engine: str, ranks: int) -> s
     layer = module.name.layer
     if layer is None or facts.is_mtp(module):
         return None
-    pattern = facts.config.get("index_topk_pattern")
-    if pattern is not None:
-        skipped = layer < len(pattern) and pattern[layer] == "S"
-    else:
-        offset, frequency = facts.config.get("index_skip_topk_offset", 2), facts.config.get("index_topk_freq", 1)
-        skipped = max(layer - offset + 1, 0) % frequency != 0
+    skipped = not is_scheduled(facts.config, layer)
     return "is an indexer's, in a layer where vLLM builds none" if skipped else None
 
 
