@@ -31,9 +31,9 @@ from quantkit.eval.gate.backends import RUNTIME
 from quantkit.eval.gate.loading import load_tokenizer
 from quantkit.eval.gate.paged_model import PagedModel
 from quantkit.eval.gate.report import AccuracyReport, Verdict
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.folding import fold
 from quantkit.folding.report import Way
-from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.loading import load
 from quantkit.runtime.cache_options import CacheOptions, cache_scales
 from quantkit.runtime.pages import FP8, cache_spec, open_pool

@@ -8,7 +8,7 @@ import torch
 
 from quantkit.calibration.recording import QUERIES, ROWS, SEQUENCES
 from quantkit.errors import UsageError
-from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.models.loading import LayerReader
 
 _WIDE = 4  # bytes of a float32, which scores, sums and samples are

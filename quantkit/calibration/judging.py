@@ -19,7 +19,7 @@ from quantkit.calibration.report import LayerCalibration, Loss
 from quantkit.calibration.statistics import LARGEST, Spread
 from quantkit.calibration.streaming import Observation
 from quantkit.errors import CheckFailed, SourceError
-from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.models.rope import spread_pairs
 
 

@@ -27,8 +27,8 @@ from quantkit.checkpoint.occupancy import own_run
 from quantkit.checkpoint.source import Source, readable
 from quantkit.checkpoint.writer import WORK_FOLDER, OutputFolder, explained, write_whole
 from quantkit.errors import OutputError, UsageError
+from quantkit.families.config import MlaConfig
 from quantkit.families.locate import open_model
-from quantkit.models.config import MlaConfig
 from quantkit.models.loading import LayerReader, open_layers
 from quantkit.runtime.scales import KvScaleFile, Numbers
 from quantkit.version import VERSION

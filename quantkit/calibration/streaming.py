@@ -18,8 +18,8 @@ from quantkit.calibration.choosing import Sample
 from quantkit.calibration.recording import GQA_PARTS, MLA_PARTS, RecordingCache, pick_positions
 from quantkit.calibration.states import HiddenStates, RowFile, hash_states
 from quantkit.calibration.statistics import Spread
+from quantkit.families.config import MlaConfig
 from quantkit.models.cache import Step
-from quantkit.models.config import MlaConfig
 from quantkit.models.decoder import Layer
 from quantkit.models.loading import LayerReader
 from quantkit.models.mla import Mla

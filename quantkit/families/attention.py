@@ -11,12 +11,12 @@ Sources: vLLM 0.33, `v1/attention/backends/mla/` (fp8_ds_mla, indexer) and SGLan
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from quantkit.checkpoint.source import Source
 from quantkit.choices import IndexCache, KvLayout
-from quantkit.errors import SourceError, UsageError
+from quantkit.errors import UsageError
 from quantkit.families.inventory import has_indexer
+from quantkit.families.keys import ConfigKeys
 
 _SCALE_BYTES = 4
 _SCALE_SPAN = 128  # values that share a scale in fp8_ds_mla
@@ -52,19 +52,15 @@ class Attention:
     @classmethod
     def of(cls, source: Source, *, mtp: bool = False) -> "Attention":
         """From a config; `mtp` counts the MTP layers too. SourceError names a key that is missing."""
-        config = source.text_config
-        try:
-            main = config["num_hidden_layers"]
-            layers = main + (config.get("num_nextn_predict_layers") or 0 if mtp else 0)
-            heads = config["num_attention_heads"]
-            if not config.get("kv_lora_rank"):
-                head_dim = config.get("head_dim") or config["hidden_size"] // heads
-                return cls(layers, heads, kv_heads=config["num_key_value_heads"], head_dim=head_dim)
-            rope, nope, value = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-            sizes = (config["kv_lora_rank"], rope, nope + rope + value)
-            return cls(layers, heads, *sizes, **_indexer(config, layers))
-        except KeyError as error:
-            raise SourceError(f"{source.name}: its config has no {error.args[0]}, which the KV cache needs") from None
+        keys = ConfigKeys(source, "which the KV cache needs")
+        layers = keys.number("num_hidden_layers") + (keys.get("num_nextn_predict_layers", 0) if mtp else 0)
+        heads = keys.number("num_attention_heads")
+        if keys.get("kv_lora_rank") is None:
+            head_dim = keys.get("head_dim") or keys.number("hidden_size") // heads
+            return cls(layers, heads, kv_heads=keys.number("num_key_value_heads", heads), head_dim=head_dim)
+        rope = keys.number("qk_rope_head_dim")
+        dims = keys.number("qk_nope_head_dim") + rope + keys.number("v_head_dim")
+        return cls(layers, heads, keys.number("kv_lora_rank"), rope, dims, **_indexer(keys, layers))
 
     def layer_bytes(self, layout: KvLayout, ranks: int = 1) -> int:
         """Bytes that one rank keeps of one token in one layer, the index cache left out."""
@@ -124,12 +120,12 @@ class Attention:
         return 2.0 * self.indexers * self.index_heads * self.index_dim * context
 
 
-def _indexer(config: dict[str, Any], layers: int) -> dict[str, int]:
-    if not config.get("index_n_heads"):
+def _indexer(keys: ConfigKeys, layers: int) -> dict[str, int]:
+    if keys.get("index_n_heads") is None:
         return {}
     return {
-        "indexers": sum(has_indexer(config, layer) for layer in range(layers)),
-        "index_heads": config["index_n_heads"],
-        "index_dim": config["index_head_dim"],
-        "topk": config["index_topk"],
+        "indexers": sum(has_indexer(keys.config, layer) for layer in range(layers)),
+        "index_heads": keys.number("index_n_heads"),
+        "index_dim": keys.number("index_head_dim"),
+        "topk": keys.number("index_topk"),
     }

@@ -1,65 +1,24 @@
 """The tensor headers of a published model, made from its config alone, so that a plan needs no weights.
 
-Shapes: `modeling_glm_moe_dsa.py`, `modeling_glm4_moe.py`, `modeling_glm4_moe_lite.py`, `modeling_deepseek_v3.py`,
-`modeling_deepseek_v32.py` and `modeling_llama.py` of transformers 5.17, `modeling_kimi_k25.py` of the Hub; MTP layers:
-`deepseek_mtp.py` and `glm4_moe_mtp.py` of vLLM 0.33. Checked against published totals: GLM-5.2-FP8 (118,629 tensors,
-755,617,140,416 bytes), nvidia/GLM-5.2-NVFP4 (232,385 tensors, 464,795,267,072 bytes), Kimi K2.6 (208,550 tensors,
-595,148,192,736 bytes) and, in GB, GLM-4.5 (716.7); DeepSeek-V3's 671 B parameters and 11.5 B more for MTP.
+Shapes: the sources of `family`; MTP layers: `deepseek_mtp.py` and `glm4_moe_mtp.py` of vLLM 0.33. Checked against
+published totals: GLM-5.2-FP8 (118,629 tensors, 755,617,140,416 bytes), nvidia/GLM-5.2-NVFP4 (232,385 tensors,
+464,795,267,072 bytes), Kimi K2.6 (208,550 tensors, 595,148,192,736 bytes) and, in GB, GLM-4.5 (716.7); DeepSeek-V3's
+671 B parameters and 11.5 B more for MTP.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from quantkit.checkpoint.header import TensorSpec, lay_out
 from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError
+from quantkit.families.family import DSA_KEYS, MLA_KEYS, Family, family_of
 from quantkit.families.storage import storage
 from quantkit.families.vision import vision_tower
 
 _KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_MOE_KEYS = ("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
-_MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_GQA_KEYS = ("num_key_value_heads", "head_dim", "attention_bias", "use_qk_norm")
-_DSA_KEYS = ("index_n_heads", "index_head_dim")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What the models of one `model_type` have in common.
-
-    keys          what their config must hold besides what all need
-    mla           multi-head latent attention, else grouped-query attention
-    indexer       DeepSeek sparse attention: some layers have an indexer
-    own_mtp_head  the MTP layer has an embedding and a head of its own
-    biases        `attention_bias` and `mlp_bias` give one to every projection, o_proj included
-    prefix        of the language model's tensors
-    vision        a vision tower and its projector come along
-    shape_dtype   of INT4's `weight_shape`
-    """
-
-    keys: tuple[str, ...]
-    mla: bool = True
-    indexer: bool = False
-    own_mtp_head: bool = True
-    biases: bool = False
-    prefix: str = ""
-    vision: bool = False
-    shape_dtype: str = "I64"
-
-
-_DEEPSEEK_KEYS = (*_MOE_KEYS, *_MLA_KEYS)
-_FAMILIES = {
-    "glm_moe_dsa": _Family((*_DEEPSEEK_KEYS, *_DSA_KEYS), indexer=True, own_mtp_head=False),
-    "glm4_moe": _Family((*_MOE_KEYS, *_GQA_KEYS), mla=False),
-    "glm4_moe_lite": _Family(_DEEPSEEK_KEYS),
-    "deepseek_v3": _Family(_DEEPSEEK_KEYS),
-    "deepseek_v32": _Family((*_DEEPSEEK_KEYS, *_DSA_KEYS), indexer=True),
-    "kimi_k2": _Family(_DEEPSEEK_KEYS, shape_dtype="I32"),
-    "kimi_k25": _Family(_DEEPSEEK_KEYS, prefix="language_model.", vision=True, shape_dtype="I32"),
-    "llama": _Family((), mla=False, biases=True),
-}
 
 
 def inventory(name: str, config_text: str) -> Source:
@@ -69,12 +28,8 @@ def inventory(name: str, config_text: str) -> Source:
     them.
     """
     source = Source(name, None, config_text, {})
-    family = _FAMILIES.get(str(source.config.get("model_type")))
-    if family is None:
-        raise SourceError(
-            f"{name}: the tensors of model type {source.config.get('model_type')!r} cannot be told from its config",
-            hint=f"Known: {', '.join(_FAMILIES)}. Give a folder with the weights instead.",
-        )
+    untold = f"the tensors of model type {source.config.get('model_type')!r} cannot be told from its config"
+    family = family_of(source, untold, "Give a folder with the weights instead.")
     config = source.text_config
     if missing := [key for key in (*_KEYS, *family.keys) if key not in config]:
         raise SourceError(f"{name}: its config has no {', '.join(missing)}, which its tensors' shapes need")
@@ -127,7 +82,7 @@ class _Model:
     A dtype of BF16 stands for the model's own, whatever that is.
     """
 
-    def __init__(self, name: str, config: dict[str, Any], family: _Family) -> None:
+    def __init__(self, name: str, config: dict[str, Any], family: Family) -> None:
         self.config, self.family = config, family
         self.hidden: int = config["hidden_size"]
         quantization = config.get("quantization_config") or {}
@@ -157,13 +112,13 @@ class _Model:
             yield from self._mtp(prefix)
 
     def _is_sparse(self, layer: int) -> bool:
-        if "first_k_dense_replace" not in self.family.keys:
+        if not self.family.moe:
             return False
         frequency: int = self.config.get("moe_layer_freq") or 1
         return bool(layer >= self.config["first_k_dense_replace"]) and layer % frequency == 0
 
     def _mla(self, prefix: str) -> Iterator[TensorSpec]:
-        q_rank, kv_rank, nope, rope, value = (self.config[key] for key in _MLA_KEYS)
+        q_rank, kv_rank, nope, rope, value = (self.config[key] for key in MLA_KEYS)
         heads, bias = self.config["num_attention_heads"], self.attention_bias
         if q_rank is None:
             yield from self._linear(f"{prefix}.q_proj", heads * (nope + rope), self.hidden)
@@ -188,7 +143,7 @@ class _Model:
             yield self._plain(f"{prefix}.k_norm.weight", head_dim)
 
     def _indexer(self, prefix: str) -> Iterator[TensorSpec]:
-        heads, head_dim = (self.config[key] for key in _DSA_KEYS)
+        heads, head_dim = (self.config[key] for key in DSA_KEYS)
         yield from self._linear(f"{prefix}.wq_b", heads * head_dim, self.config["q_lora_rank"])
         yield from self._linear(f"{prefix}.wk", head_dim, self.hidden)
         yield self._plain(f"{prefix}.weights_proj.weight", heads, self.hidden)

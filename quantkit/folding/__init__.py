@@ -27,6 +27,7 @@ from quantkit.checkpoint.output import Output
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import check_apart
 from quantkit.errors import FoldError, UsageError
+from quantkit.families.config import MlaConfig, ModelConfig, read_config
 from quantkit.families.locate import describe_model, open_model
 from quantkit.folding.copying import Additions, write_copy
 from quantkit.folding.embedding import embed, embedding_warnings
@@ -37,7 +38,6 @@ from quantkit.folding.patching import FoldPatch, write_patch
 from quantkit.folding.plan import FoldPlan, folds_of, make_plan
 from quantkit.folding.proof import compare, run_sample
 from quantkit.folding.report import FoldedLayer, FoldReport, Way
-from quantkit.models.config import MlaConfig, ModelConfig, read_config
 from quantkit.models.folding import LayerFold, fold_digest
 from quantkit.naming import TensorName
 from quantkit.runtime.scales import LayerScales, Numbers, read_scale_file, scales_of_layers

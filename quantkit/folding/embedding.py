@@ -15,8 +15,8 @@ from quantkit.checkpoint.config import KEY, MODELOPT_FILE, replace_value, splice
 from quantkit.checkpoint.header import TensorSpec, lay_out
 from quantkit.checkpoint.source import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Source
 from quantkit.errors import FoldError
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.folding.copying import Additions
-from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.folding import attention_prefix
 from quantkit.records import parse_json
 from quantkit.runtime.scales import LayerScales

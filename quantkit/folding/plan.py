@@ -8,7 +8,7 @@ from functools import cached_property
 from quantkit.checkpoint.manifest import Fold, Origin
 from quantkit.checkpoint.source import Source
 from quantkit.errors import FoldError
-from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.models.folding import LayerFold, as_record, fold_digest, layer_powers
 from quantkit.runtime.scales import LayerScales
 from quantkit.weights.encodings import NVFP4, PLAIN

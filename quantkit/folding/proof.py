@@ -11,9 +11,9 @@ import torch
 
 from quantkit.checkpoint.source import Source
 from quantkit.errors import CheckFailed
+from quantkit.families.config import ModelConfig
 from quantkit.folding.plan import FoldPlan
 from quantkit.models.cache import PlainCache, Step
-from quantkit.models.config import ModelConfig
 from quantkit.models.folding import attention_prefix
 from quantkit.models.gqa import take_gqa
 from quantkit.models.loading import LayerReader, open_layers

@@ -15,9 +15,9 @@ decoder    the layers in order
 loading    from a folder to a decoder
 """
 
+from quantkit.families.config import ModelConfig as ModelConfig
+from quantkit.families.config import read_config as read_config
 from quantkit.models.cache import Cache as Cache
 from quantkit.models.cache import PlainCache as PlainCache
-from quantkit.models.config import ModelConfig as ModelConfig
-from quantkit.models.config import read_config as read_config
 from quantkit.models.decoder import Decoder as Decoder
 from quantkit.models.loading import load as load

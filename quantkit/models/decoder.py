@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from quantkit.checkpoint.source import Source
+from quantkit.families.config import ModelConfig
 from quantkit.models.cache import Cache, Step
-from quantkit.models.config import ModelConfig
 from quantkit.models.gqa import Gqa
 from quantkit.models.linear import Linear
 from quantkit.models.mla import Mla

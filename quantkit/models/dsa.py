@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.families.config import DsaConfig, MlaConfig, ModelConfig
 from quantkit.models.cache import Step
-from quantkit.models.config import DsaConfig, MlaConfig, ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.models.norm import LayerNorm
 from quantkit.models.rope import rotate_front

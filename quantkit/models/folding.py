@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.weights.rescale import Powers
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.families.config import GqaConfig, ModelConfig
 from quantkit.models.cache import Attended, Step
-from quantkit.models.config import GqaConfig, ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.models.norm import RmsNorm
 from quantkit.models.rope import rotate_front

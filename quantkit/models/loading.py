@@ -9,7 +9,7 @@ import torch
 from quantkit.checkpoint.header import StoredTensor
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.errors import SourceError, UsageError
-from quantkit.models.config import GqaConfig, ModelConfig, read_config
+from quantkit.families.config import GqaConfig, ModelConfig, read_config
 from quantkit.models.decoder import Decoder, Layer
 from quantkit.models.gqa import take_gqa
 from quantkit.models.linear import Linear

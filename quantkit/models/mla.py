@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.models.cache import Attended, Step
-from quantkit.models.config import MlaConfig, ModelConfig
 from quantkit.models.dsa import Indexer, take_indexer
 from quantkit.models.linear import Linear
 from quantkit.models.norm import RmsNorm

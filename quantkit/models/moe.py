@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from quantkit.models.config import ModelConfig, MoeConfig
+from quantkit.families.config import ModelConfig, MoeConfig
 from quantkit.models.linear import Linear, expert_linear
 from quantkit.models.shelf import Shelf
 from quantkit.weights.packed import Packed

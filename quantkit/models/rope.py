@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from quantkit.models.config import RopeConfig
+from quantkit.families.config import RopeConfig
 
 
 class Rotation(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
+from quantkit.families.config import ModelConfig
 from quantkit.models.cache import Cache
-from quantkit.models.config import ModelConfig
 from quantkit.runtime.batch_table import BatchTables
 from quantkit.runtime.integrity.steps import Hit, StepTracker
 from quantkit.runtime.paged_cache import Guard, PagedCache

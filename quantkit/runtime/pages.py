@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import CacheError, UsageError
-from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.runtime.allocator import Allocator
 from quantkit.runtime.scales import KvScales
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.models.config import ModelConfig
+from quantkit.families.config import ModelConfig
 from quantkit.runtime.pages import CacheSpec
 from quantkit.runtime.sampling import Sampling
 from quantkit.runtime.tables import BlockTable

@@ -20,7 +20,7 @@ from pathlib import Path
 from quantkit.checkpoint.manifest import ModelIdentity
 from quantkit.checkpoint.source import Source
 from quantkit.errors import CacheError
-from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.models.rope import spread_pairs
 from quantkit.records import Record
 from quantkit.weights.identity import find_other_model

@@ -50,7 +50,7 @@ class KvScaling:
         """What the fold multiplied each tensor with, by name. Raises SourceError if the record does not say so."""
         if not self.fold:
             return {}
-        from quantkit.models.config import read_config  # torch comes along
+        from quantkit.families.config import read_config  # torch comes along
         from quantkit.models.folding import fold_digest, from_record, layer_powers
 
         config = read_config(checkpoint)

@@ -21,7 +21,7 @@ from quantkit.calibration.report import LayerCalibration
 from quantkit.calibration.statistics import Spread
 from quantkit.calibration.streaming import Observation
 from quantkit.errors import CheckFailed, SourceError
-from quantkit.models.config import GqaConfig, MlaConfig, ModelConfig, RopeConfig
+from quantkit.families.config import GqaConfig, MlaConfig, ModelConfig, RopeConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibration import CalibrationReport
 from quantkit.calibration.run import REPORT_FILE, SCALES_FILE
 from quantkit.checkpoint.source import open_source
-from quantkit.models.config import read_config
+from quantkit.families.config import read_config
 from quantkit.runtime.scales import KvScaleFile, read_scale_file, scales_by_layer
 from quantkit.weights.identity import identify
 from support.program import Runner

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quantkit import folding
+from quantkit.families.config import MlaConfig
 from quantkit.models import Decoder, load
-from quantkit.models.config import MlaConfig
 from quantkit.runtime import cache_spec, uniform_scales, unscaled
 from quantkit.runtime.paged_cache import PagedCache, Segment
 from quantkit.runtime.pages import FP8, PagePool

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantkit.checkpoint.source import Source
+from quantkit.families.config import MlaConfig, MoeConfig, RopeConfig
 from quantkit.models import PlainCache, load, read_config
-from quantkit.models.config import MlaConfig, MoeConfig, RopeConfig
 from quantkit.models.linear import Linear, expert_linear, linear
 from quantkit.models.moe import Moe, Router
 from quantkit.models.norm import RmsNorm

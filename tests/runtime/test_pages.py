@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.errors import CacheError, UsageError
+from quantkit.families.config import DsaConfig, MlaConfig
 from quantkit.models import PlainCache
-from quantkit.models.config import DsaConfig, MlaConfig
 from quantkit.runtime import Sampling, cache_spec, open_pool, uniform_scales, unscaled
 from quantkit.runtime.allocator import Allocator
 from quantkit.runtime.page_set import PageSet, export_pages

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from quantkit.families.config import GqaConfig, ModelConfig, RopeConfig
 from quantkit.models.cache import Cache
-from quantkit.models.config import GqaConfig, ModelConfig, RopeConfig
 from quantkit.runtime import GREEDY, Engine, EngineOptions, PagePool, Sampling, cache_spec, unscaled
 from quantkit.runtime.sampling import choose
 

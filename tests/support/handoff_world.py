@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quantkit.errors import HandoffError, QuantkitError, RequestError, WorkerError
-from quantkit.models.config import DsaConfig, MlaConfig
+from quantkit.families.config import DsaConfig, MlaConfig
 from quantkit.runtime import EngineOptions, Event, Finish, cache_spec, uniform_scales, unscaled
 from quantkit.runtime.cache_options import CacheOptions
 from quantkit.runtime.handoff import Coordinator, CoordinatorOptions, Identity, Role, WorkerSettings

@@ -2,7 +2,7 @@
 
 import torch
 
-from quantkit.models.config import MlaConfig, ModelConfig
+from quantkit.families.config import MlaConfig, ModelConfig
 from quantkit.runtime.page_set import PageSet, export_pages
 from quantkit.runtime.paged_cache import PagedCache, Segment
 from quantkit.runtime.pages import CacheSpec, PagePool

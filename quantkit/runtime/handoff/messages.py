@@ -11,7 +11,7 @@ A nonce says which attempt at which request is meant.
 from dataclasses import dataclass, field
 
 from quantkit.errors import QuantkitError
-from quantkit.models.config import ModelConfig
+from quantkit.families.config import ModelConfig
 from quantkit.runtime.handoff.segment import Ticket
 from quantkit.runtime.handoff.terms import Terms
 from quantkit.runtime.integrity.counters import IntegrityReport

@@ -9,11 +9,12 @@ Where publishers and engines disagree:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.errors import SourceError
+from quantkit.families.family import Family, family_of
 from quantkit.families.inventory import has_indexer
+from quantkit.families.keys import ConfigKeys
 
 
 @dataclass(frozen=True)
@@ -109,75 +110,10 @@ class ModelConfig:
     moe: MoeConfig | None = None
 
 
-@dataclass(frozen=True)
-class _Family:
-    """What the models of one `model_type` have in common.
-
-    index_interleaved  as `interleaved`, for the indexer
-    partial            only a part of a head is rotated, and the config must say which
-    biases             `attention_bias` and `mlp_bias` give one to every projection, o_proj included
-    """
-
-    mla: bool = True
-    moe: bool = True
-    dsa: bool = False
-    index_interleaved: bool = False
-    interleaved: bool = True
-    partial: bool = False
-    biases: bool = False
-    prefix: str = ""
-
-
-_FAMILIES = {
-    "glm_moe_dsa": _Family(dsa=True, index_interleaved=True),
-    "glm4_moe": _Family(mla=False, interleaved=False, partial=True),
-    "glm4_moe_lite": _Family(),
-    "deepseek_v3": _Family(),
-    "deepseek_v32": _Family(dsa=True),
-    "kimi_k2": _Family(),
-    "kimi_k25": _Family(prefix="language_model."),
-    "llama": _Family(mla=False, moe=False, interleaved=False, biases=True),
-}
-
-
-class _Keys:
-    """The keys of a config; what is missing or of the wrong type is an error that names it."""
-
-    def __init__(self, source: Source) -> None:
-        self.name, self.config = source.name, source.text_config
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A key's value, or `default` where it is missing or null."""
-        value = self.config.get(key)
-        return default if value is None else value
-
-    def number(self, key: str) -> int:
-        """A key that must be a positive whole number."""
-        value = self.need(key)
-        if type(value) is not int or value < 1:
-            raise SourceError(f"{self.name}: {key} in {CONFIG_FILE} is {value!r}, not a positive whole number")
-        return value
-
-    def need(self, key: str) -> Any:
-        """A key that must be there."""
-        if self.get(key) is None:
-            raise SourceError(f"{self.name}: {CONFIG_FILE} has no {key}, without which the model cannot be run")
-        return self.config[key]
-
-    def only(self, key: str, value: Any) -> None:
-        """A key that must have this value, if it is there."""
-        if self.get(key, value) != value:
-            raise SourceError(f"{self.name}: {key} is {self.get(key)!r}; only {value!r} can be run")
-
-
 def read_config(source: Source) -> ModelConfig:
     """What the config of `source` says. SourceError names a key that is missing or says what cannot be computed."""
-    family = _FAMILIES.get(source.model_type)
-    if family is None:
-        raise SourceError(
-            f"{source.name}: model type {source.model_type!r} cannot be run", hint=f"Known: {', '.join(_FAMILIES)}."
-        )
-    keys = _Keys(source)
+    family = family_of(source, f"model type {source.model_type!r} cannot be run")
+    keys = ConfigKeys(source, "without which the model cannot be run")
     keys.only("hidden_act", "silu")
     attention = _mla(keys) if family.mla else _gqa(keys, family)
     head_dim = attention.rope if isinstance(attention, MlaConfig) else attention.head_dim
@@ -195,12 +131,12 @@ def read_config(source: Source) -> ModelConfig:
         max_length=keys.get("max_position_embeddings"),
         rope=_rope(keys, family, head_dim),
         attention=attention,
-        dsa=_dsa(keys, family) if family.dsa else None,
+        dsa=_dsa(keys, family) if family.indexer else None,
         moe=_moe(keys) if family.moe else None,
     )
 
 
-def _rope(keys: _Keys, family: _Family, head_dim: int) -> RopeConfig:
+def _rope(keys: ConfigKeys, family: Family, head_dim: int) -> RopeConfig:
     """`rope_scaling` or the newer `rope_parameters`; `rope_theta` and the rotated share may lie beside them."""
     parameters = dict(keys.get("rope_scaling") or keys.get("rope_parameters") or {})
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
@@ -216,26 +152,26 @@ def _rope(keys: _Keys, family: _Family, head_dim: int) -> RopeConfig:
     if missing := [key for key in ("rope_theta", *needed[kind]) if parameters.get(key) is None]:
         raise SourceError(f"{keys.name}: {CONFIG_FILE} has no {missing[0]}, which rotary positions need")
     width = head_dim
-    if family.partial:
+    if family.partial_rotary:
         width = int(head_dim * (parameters.get("partial_rotary_factor") or keys.need("partial_rotary_factor")))
     numbers = {key: value for key, value in parameters.items() if isinstance(value, int | float)}
     return RopeConfig(width, kind, numbers, family.interleaved and bool(keys.get("rope_interleave", True)))
 
 
-def _gqa(keys: _Keys, family: _Family) -> GqaConfig:
+def _gqa(keys: ConfigKeys, family: Family) -> GqaConfig:
     heads = keys.number("num_attention_heads")
     bias = bool(keys.get("attention_bias", False))
     return GqaConfig(
         heads=heads,
-        kv_heads=keys.get("num_key_value_heads", heads),
-        head_dim=keys.get("head_dim", keys.number("hidden_size") // heads),
+        kv_heads=keys.number("num_key_value_heads", heads),
+        head_dim=keys.number("head_dim", keys.number("hidden_size") // heads),
         bias=bias,
         output_bias=bias and family.biases,
         qk_norm=bool(keys.get("use_qk_norm", False)),
     )
 
 
-def _mla(keys: _Keys) -> MlaConfig:
+def _mla(keys: ConfigKeys) -> MlaConfig:
     return MlaConfig(
         heads=keys.number("num_attention_heads"),
         q_rank=keys.get("q_lora_rank"),
@@ -247,7 +183,7 @@ def _mla(keys: _Keys) -> MlaConfig:
     )
 
 
-def _dsa(keys: _Keys, family: _Family) -> DsaConfig:
+def _dsa(keys: ConfigKeys, family: Family) -> DsaConfig:
     full = tuple(has_indexer(keys.config, layer) for layer in range(keys.number("num_hidden_layers")))
     if not full[0]:
         raise SourceError(f"{keys.name}: the first layer has no indexer, and there is none before it to share")
@@ -260,7 +196,7 @@ def _dsa(keys: _Keys, family: _Family) -> DsaConfig:
     )
 
 
-def _moe(keys: _Keys) -> MoeConfig:
+def _moe(keys: ConfigKeys) -> MoeConfig:
     keys.only("scoring_func", "sigmoid")
     keys.only("topk_method", "noaux_tc")
     layers = range(keys.number("num_hidden_layers"))
