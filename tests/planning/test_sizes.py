@@ -94,6 +94,15 @@ def test_a_missing_key_of_the_kv_cache_is_named(key: str) -> None:
         Attention.of(Source("toy", None, json.dumps(config), {}))
 
 
+def test_null_is_absent() -> None:
+    """transformers writes null for what a config does not say: no KV heads of their own are all heads."""
+    config = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64}
+    nulls = dict.fromkeys(("num_key_value_heads", "head_dim", "kv_lora_rank", "index_n_heads"))
+
+    found = Attention.of(Source("toy", None, json.dumps(config | nulls), {}))
+    assert found == Attention(layers=2, heads=8, kv_heads=8, head_dim=8)
+
+
 def test_sparse_attention_reads_topk_tokens_and_every_index() -> None:
     """Beyond 2048 tokens GLM-5.2 reads the KV of 2048 and the index cache of all; below, the KV of all."""
     glm = attention_of("glm-5.2")
