@@ -22,7 +22,7 @@ from quantkit.models.linear import Linear
 from quantkit.models.norm import RmsNorm
 from quantkit.models.rope import rotate, score_factor
 from quantkit.models.shelf import Shelf
-from quantkit.ops.linear import compiled_weights, heads
+from quantkit.ops.linear import heads, ready_plain
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.linear import Weights
@@ -56,11 +56,11 @@ class Mla:
 
     @cached_property
     def _key_up(self) -> "Weights | None":
-        return compiled_weights(self.key_up)
+        return ready_plain(self.key_up)
 
     @cached_property
     def _value_up(self) -> "Weights | None":
-        return compiled_weights(self.value_up)
+        return ready_plain(self.value_up)
 
     def attend(self, x: torch.Tensor, step: Step, selected: torch.Tensor | None) -> Attended:
         """[T, hidden] to [T, hidden], over the tokens of `selected` where the layer has no indexer of its own."""

@@ -102,25 +102,34 @@ def plain(
     return _decoded(x, ids, (weight,), lambda codes: codes.to(x.dtype))
 
 
-def compiled_weights(
-    codes: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    multiplier: torch.Tensor | None = None,
-    block: tuple[int, int] | None = None,
-) -> "Weights | None":
-    """Weights of any kind made ready, in the same memory, for `compiled`; None where there are no loops for them."""
-    from quantkit.kernels.cpu import linear
+def ready_plain(codes: torch.Tensor) -> "Weights | None":
+    """Weights made ready for `compiled`, in the same memory; None where there are no loops for them, as here for any
+    type but BF16."""
+    from quantkit.kernels.cpu.linear import plain_weights
 
-    if codes.device.type != "cpu":
-        return None
-    if scale is None:
-        return linear.plain_weights(codes) if codes.dtype == torch.bfloat16 else None
-    if codes.dtype == torch.float8_e4m3fn:
-        assert block is not None
-        return linear.fp8_block_weights(codes, scale, block)
-    if multiplier is not None:
-        return linear.nvfp4_weights(codes, scale, multiplier)
-    return linear.int4_weights(codes, scale) if codes.shape[-1] % scale.shape[-1] == 0 else None
+    return plain_weights(codes) if codes.device.type == "cpu" and codes.dtype == torch.bfloat16 else None
+
+
+def ready_fp8_block(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> "Weights | None":
+    """The same of FP8 in blocks."""
+    from quantkit.kernels.cpu.linear import fp8_block_weights
+
+    return fp8_block_weights(codes, scale, block) if codes.device.type == "cpu" else None
+
+
+def ready_int4(codes: torch.Tensor, scale: torch.Tensor) -> "Weights | None":
+    """The same of INT4 in groups of whole words."""
+    from quantkit.kernels.cpu.linear import int4_weights
+
+    words = codes.shape[-1] % scale.shape[-1] == 0
+    return int4_weights(codes, scale) if codes.device.type == "cpu" and words else None
+
+
+def ready_nvfp4(codes: torch.Tensor, scale: torch.Tensor, multiplier: torch.Tensor) -> "Weights | None":
+    """The same of NVFP4."""
+    from quantkit.kernels.cpu.linear import nvfp4_weights
+
+    return nvfp4_weights(codes, scale, multiplier) if codes.device.type == "cpu" else None
 
 
 def meets_loops(x: torch.Tensor, codes: torch.Tensor) -> bool:
@@ -137,7 +146,7 @@ def compiled(x: torch.Tensor, weights: "Weights", ids: torch.Tensor | None = Non
 
 def heads(x: torch.Tensor, weight: torch.Tensor, ready: "Weights | None" = None) -> torch.Tensor:
     """x [T, heads, K] times the matrix of each head, `weight` [heads, N, K], which may be ready: [T, heads, N]."""
-    ready = ready or compiled_weights(weight)
+    ready = ready or ready_plain(weight)
     if ready is None:
         return torch.einsum("thk,hnk->thn", x, weight)
     from quantkit.kernels.cpu.linear import multiply_each

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.ops import linear as ops
 from quantkit.weights.encodings.encoding import Encoding
 from quantkit.weights.rows import Reader
 from quantkit.weights.weight import Weight
@@ -47,7 +46,7 @@ class Packed:
     @cached_property
     def compiled(self) -> "Weights | None":
         """The weight made ready for the CPU's loops, if they take it."""
-        return ops.compiled_weights(self.codes, self.scale, self.multiplier, self.block)
+        return self.encoding.ready(self)
 
     def expert(self, number: int) -> "Packed":
         """One expert's weight, sharing the memory."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.kernels.convert.weight_error import WeightError
+    from quantkit.kernels.cpu.linear import Weights
     from quantkit.weights.packed import Packed
 
 Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
@@ -241,6 +242,10 @@ class Encoding(ABC):
     @abstractmethod
     def decode(self, packed: "Packed", dtype: "torch.dtype") -> "torch.Tensor":
         """The numbers of a weight that is not stacked: [N, K] in `dtype`."""
+
+    def ready(self, packed: "Packed") -> "Weights | None":
+        """The weight made ready for the CPU's loops; None where there are none for it."""
+        return None
 
     @abstractmethod
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":

@@ -35,6 +35,7 @@ from quantkit.weights.weight import FLOAT_DTYPES, Strategy, Weight
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.kernels.cpu.linear import Weights
     from quantkit.weights.packed import Packed
 
 Bytes = npt.NDArray[np.uint8]
@@ -222,6 +223,14 @@ class Fp8(Encoding):
         assert packed.scale is not None
         assert packed.block is not None
         return linear.decode_fp8_block(packed.codes, packed.scale, packed.block, dtype)
+
+    def ready(self, packed: "Packed") -> "Weights | None":
+        """As it is."""
+        from quantkit.ops import linear
+
+        assert packed.scale is not None
+        assert packed.block is not None
+        return linear.ready_fp8_block(packed.codes, packed.scale, packed.block)
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
         """By `ops.linear.fp8_block`."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.kernels.convert.weight_error import WeightError
+    from quantkit.kernels.cpu.linear import Weights
     from quantkit.weights.packed import Packed
 
 CODES_PER_WORD = 8  # in an int32
@@ -231,6 +232,13 @@ class Int4(Target):
 
         assert packed.scale is not None
         return linear.decode_int4(packed.codes, packed.scale, dtype)
+
+    def ready(self, packed: "Packed") -> "Weights | None":
+        """Where a word has one scale."""
+        from quantkit.ops import linear
+
+        assert packed.scale is not None
+        return linear.ready_int4(packed.codes, packed.scale)
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
         """By `ops.linear.int4`."""

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.kernels.convert.weight_error import WeightError
+    from quantkit.kernels.cpu.linear import Weights
     from quantkit.weights.packed import Packed
 
 GROUP = 16  # columns that share an E4M3 scale
@@ -302,6 +303,14 @@ class Nvfp4(Target):
         assert packed.scale is not None
         assert packed.multiplier is not None
         return linear.decode_nvfp4(packed.codes, packed.scale, packed.multiplier, dtype)
+
+    def ready(self, packed: "Packed") -> "Weights | None":
+        """As it is."""
+        from quantkit.ops import linear
+
+        assert packed.scale is not None
+        assert packed.multiplier is not None
+        return linear.ready_nvfp4(packed.codes, packed.scale, packed.multiplier)
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
         """By `ops.linear.nvfp4`."""

@@ -18,6 +18,7 @@ from quantkit.weights.weight import Weight
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.kernels.cpu.linear import Weights
     from quantkit.weights.packed import Packed
 
 
@@ -122,6 +123,12 @@ class Plain(Encoding):
     def decode(self, packed: "Packed", dtype: "torch.dtype") -> "torch.Tensor":
         """The numbers in `dtype`."""
         return packed.codes.to(dtype)
+
+    def ready(self, packed: "Packed") -> "Weights | None":
+        """Of BF16."""
+        from quantkit.ops import linear
+
+        return linear.ready_plain(packed.codes)
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
         """By `ops.linear.plain`."""
