@@ -83,8 +83,11 @@ def calibrate(
     from quantkit import calibration, console
 
     options = calibration.Options(
-        calibration.DataOptions(data, tokens, length, pack, chat_template),
-        *(nbytes, getattr(torch, dtype), device, per_channel),
+        data=calibration.DataOptions(data=data, tokens=tokens, length=length, packed=pack, chat_template=chat_template),
+        memory=nbytes,
+        dtype=getattr(torch, dtype),
+        device=device,
+        per_channel=per_channel,
     )
     folder = None if check else output or Path(f"{Path(model).resolve().name}-kv-fp8")
     with console.progress("calibrating") as start:

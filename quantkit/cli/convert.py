@@ -1,6 +1,5 @@
 """`quantkit convert`."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,16 +68,26 @@ def convert(
         return console.show(manifest, as_json=as_json)
     chosen = "bf16" if bf16 else recipe
     scheme = Scheme.NVFP4 if nvfp4 else Scheme.INT4 if int4 else None
-    options = conversion.Options(group_size, scale, rest, mtp, dialect, scheme)
+    options = conversion.Options(group_size=group_size, scale=scale, rest=rest, mtp=mtp, dialect=dialect, scheme=scheme)
     if dry_run:
         manifest = conversion.preview(model, chosen, options=options, revision=revision)
     elif output is None:
         raise UsageError("where to?", hint="Give -o FOLDER, or --dry-run.")
     else:
-        run = partial(conversion.convert, model, output, chosen, options=options, revision=revision, workers=workers)
         with console.progress("converting") as start:
-            put = partial(run, progress=start, warn=console.warn)
-            manifest = put(overwrite=overwrite, resume=resume, trust_source=trust_source)
+            manifest = conversion.convert(
+                model,
+                output,
+                chosen,
+                options=options,
+                revision=revision,
+                overwrite=overwrite,
+                resume=resume,
+                trust_source=trust_source,
+                workers=workers,
+                progress=start,
+                warn=console.warn,
+            )
     return console.show(manifest, as_json=as_json)
 
 

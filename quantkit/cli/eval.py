@@ -97,11 +97,21 @@ def evaluate(
 
     data = data_folder.data_folder()
     options = evaluation.Options(
-        suite or (None if tasks or text else "quick"),
-        tuple(TaskSpec.parse(task) for task in tasks or ()),
-        *(text, window, max_tokens, limit, seed, chat_template, rule, max_drop / 100, backend),
-        CacheOptions(kv, kv_scale, kv_scales, fp8_query=fp8_query),
-        CacheOptions(baseline_kv, baseline_kv_scale, baseline_kv_scales, fp8_query=baseline_fp8_query),
+        suite=suite or (None if tasks or text else "quick"),
+        tasks=tuple(TaskSpec.parse(task) for task in tasks or ()),
+        text=text,
+        window=window,
+        max_tokens=max_tokens,
+        limit=limit,
+        seed=seed,
+        chat_template=chat_template,
+        rule=rule,
+        max_drop=max_drop / 100,
+        backend=backend,
+        cache=CacheOptions(kv, scale=kv_scale, scale_file=kv_scales, fp8_query=fp8_query),
+        baseline_cache=CacheOptions(
+            baseline_kv, scale=baseline_kv_scale, scale_file=baseline_kv_scales, fp8_query=baseline_fp8_query
+        ),
     )
     kept = None if no_history else history or data / known.FILE
     report = evaluation.evaluate(candidate, baseline, options, history=kept, data_folder=data, tell=console.tell)

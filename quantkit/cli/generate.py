@@ -93,8 +93,14 @@ def generate(
 
     apart = None
     if prefill_from is not None:
-        workers = prefill_workers, decode_workers, worker_timeout
-        apart = _apart(prefill_from, checkpoint, prefill_kv, *workers)
+        apart = _apart(
+            prefill_from,
+            checkpoint,
+            prefill_kv,
+            prefill_workers=prefill_workers,
+            decode_workers=decode_workers,
+            timeout=worker_timeout,
+        )
     asked = [Prompt(text) for text in prompts or ()]
     asked += generation.read_prompts(prompt_file) if prompt_file else []
     streamed = len(asked) == 1 and not as_json
@@ -102,7 +108,7 @@ def generate(
         checkpoint,
         asked,
         max_new_tokens,
-        cache=generation.CacheOptions(kv, kv_scale, kv_scales, nbytes, page_size),
+        cache=generation.CacheOptions(kv, scale=kv_scale, scale_file=kv_scales, memory=nbytes, page_size=page_size),
         sampling=Sampling(temperature, top_p, seed),
         engine=EngineOptions(chunk_size, batched, integrity=integrity),
         apart=apart,
@@ -116,7 +122,7 @@ def generate(
 
 
 def _apart(
-    prefill: Path, decode: Path, kv: KvDtype, prefill_workers: int, decode_workers: int, timeout: float
+    prefill: Path, decode: Path, kv: KvDtype, *, prefill_workers: int, decode_workers: int, timeout: float
 ) -> "Apart":
     """Who computes the prompts; what the two checkpoints are is found out here."""
     from quantkit import console

@@ -74,13 +74,27 @@ def plan(
 
     if explain is not None:
         return _explain(as_json)
-    pool = (gpus, tp, ep, dp_attention, speculate, kv, index_cache, context, utilization, reserve_gib, price, gpu_table)
+    deployment = fit.Deployment(
+        gpus=gpus,
+        tp=tp,
+        ep=ep,
+        dp_attention=dp_attention,
+        mtp=speculate,
+        kv=kv,
+        index_cache=index_cache,
+        context=context,
+        utilization=utilization,
+        reserve_gib=reserve_gib,
+        price=price,
+        gpu_table=gpu_table,
+    )
     scheme = Scheme.NVFP4 if nvfp4 else None
-    deployment, options = fit.Deployment(*pool), Options(group_size, None, rest, mtp, dialect, scheme)
+    options = Options(group_size=group_size, rest=rest, mtp=mtp, dialect=dialect, scheme=scheme)
     asked: dict[str, Any] = {"convert": int4 or nvfp4 or recipe is not None, "recipe": recipe, "options": options}
     if phases:
         prefill = replace(deployment, gpus=prefill_gpus or gpus, kv=prefill_kv or kv)
-        return _phases(names, (prefill, deployment), asked | {"revision": revision}, output, as_json)
+        asked |= {"revision": revision}
+        return _phases(names, prefill=prefill, decode=deployment, asked=asked, output=output, as_json=as_json)
     return console.show(fit.plan_serving(names[0], deployment, **asked, revision=revision), as_json=as_json)
 
 
@@ -100,7 +114,9 @@ def _explain(as_json: bool) -> None:
 
 def _phases(
     names: list[str],
-    deployments: tuple["Deployment", "Deployment"],
+    *,
+    prefill: "Deployment",
+    decode: "Deployment",
     asked: dict[str, Any],
     output: Path | None,
     as_json: bool,
@@ -111,7 +127,7 @@ def _phases(
 
     second = names[1] if len(names) > 1 else None
     with console.progress("hashing") as start:
-        planned = plan_phases(names[0], second, Target(*deployments), **asked, progress=start)
+        planned = plan_phases(names[0], second, Target(prefill, decode), **asked, progress=start)
     if output is not None:
         write_whole(output, planned.deployment.to_json().encode())
     console.show(planned, as_json=as_json)

@@ -181,8 +181,15 @@ def _open_engine(
     def kept() -> _Kept:
         saturated, nan, _ = pool.counts.tolist()
         checked = engine.tracker.report if engine.tracker else None
-        known = pool.spec, pool.num_pages, bool(decoder.kv_scales)
-        return _Kept(*known, saturated, nan, asdict(engine.counters), checked)
+        return _Kept(
+            spec=pool.spec,
+            num_pages=pool.num_pages,
+            has_scales=bool(decoder.kv_scales),
+            saturated=saturated,
+            nan=nan,
+            counters=asdict(engine.counters),
+            integrity=checked,
+        )
 
     yield engine, kept
 
@@ -201,8 +208,15 @@ def _open_workers(
 
         def kept() -> _Kept:
             done, ready = coordinator.report(), coordinator.decode
-            known = ready.spec, ready.num_pages, ready.has_scales
-            return _Kept(*known, done.saturated, done.nan, {}, handoff=done)
+            return _Kept(
+                spec=ready.spec,
+                num_pages=ready.num_pages,
+                has_scales=ready.has_scales,
+                saturated=done.saturated,
+                nan=done.nan,
+                counters={},
+                handoff=done,
+            )
 
         yield coordinator, kept
 
