@@ -96,7 +96,7 @@ class TensorName:
         """The number of the layer and the rest of the name."""
         return _IN_LAYER.fullmatch(self.module)
 
-    @property
+    @cached_property
     def layer(self) -> int | None:
         """The number in `layers.N`; the MTP layer's is the config's `num_hidden_layers` or more."""
         return int(self._in_layer[1]) if self._in_layer else None

@@ -62,16 +62,21 @@ class StoredTensor:
     offset: int
 
 
+def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Widest dtype first and then by name, as the safetensors library writes."""
+    return sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
+
+
 def lay_out(
     specs: Iterable[TensorSpec], shard: str, *, in_order: bool = False
 ) -> tuple[bytes, tuple[StoredTensor, ...]]:
     """The header of a file that holds `specs`, and each tensor's place in it, aligned to its own item size.
 
-    Widest dtype first and then by name, as the safetensors library writes; `in_order` keeps the given order, so that a
-    file can be written as its tensors come: only those whose size is no multiple of 8 bytes are moved to the end.
+    They are in `in_file_order`; `in_order` keeps the given order, so that a file can be written as its tensors come:
+    only those whose size is no multiple of 8 bytes are moved to the end.
     """
     given = tuple(specs)
-    ordered = sorted(given, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
+    ordered = in_file_order(given)
     if in_order:
         ordered = [spec for spec in given if spec.nbytes % 8 == 0] + [spec for spec in ordered if spec.nbytes % 8]
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}

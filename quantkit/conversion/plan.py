@@ -19,7 +19,6 @@ from quantkit.choices import Dialect, Mtp
 from quantkit.conversion.engine_check import check_engines, planned_facts
 from quantkit.conversion.steps import Step, make_steps
 from quantkit.errors import PlanError
-from quantkit.naming import TensorName
 from quantkit.recipe import Recipe
 from quantkit.weights.encodings import PLAIN, Format
 from quantkit.weights.grouping import read_weights
@@ -151,7 +150,7 @@ def describe_weights(
     """The `quantization_config` of these weights in these formats: of the matrices, and of scales of a KV cache if some
     are among them. Raises PlanError for two 4-bit formats."""
     weights = list(weights)
-    matrices = [(TensorName(weight.module, "weight"), form) for weight, form in weights if len(weight.shape) == 2]
+    matrices = [(weight.name, form) for weight, form in weights if len(weight.shape) == 2]
     kv_scales = any(weight.name.leaf in KV_SCALES for weight, _ in weights)
     return describe(matrices, num_hidden_layers, dialect, kv_scales=kv_scales)
 

@@ -91,7 +91,7 @@ def _layers_of(steps: Iterable[Step], num_hidden_layers: int, *, mtp: bool) -> s
 def _rule_number(recipe: Recipe, name: TensorName, num_hidden_layers: int) -> int:
     """The rule that decides about a weight: of an MTP layer that is kept, the last instead of a quantizing one."""
     rule = recipe.rule(name, num_hidden_layers)
-    decides = recipe.treatment(name, num_hidden_layers) == rule.treatment
+    decides = recipe.choose(name, num_hidden_layers)[1] == rule.treatment
     return recipe.rules.index(rule) + 1 if decides else len(recipe.rules)
 
 

@@ -51,7 +51,7 @@ class Step:
     dialect: Dialect = Dialect.COMPRESSED_TENSORS
     partners: tuple[Weight, ...] = ()
 
-    @property
+    @cached_property
     def target(self) -> Target | None:
         """What the weight is quantized to; None if it is not."""
         return target(self.treatment.scheme) if self.action is Action.QUANTIZE else None
@@ -106,9 +106,10 @@ def make_steps(weights: Iterable[Weight], recipe: Recipe, num_hidden_layers: int
     steps: list[Step] = []
     unused = {id(rule): number for number, rule in enumerate(recipe.rules[:-1], start=1)}
     for weight in weights:
-        unused.pop(id(recipe.rule(weight.name, num_hidden_layers)), None)
+        rule, treatment = recipe.choose(weight.name, num_hidden_layers)
+        unused.pop(id(rule), None)
         if not (recipe.mtp is Mtp.DROP and weight.name.is_mtp(num_hidden_layers)):
-            steps.append(_make_step(weight, recipe.treatment(weight.name, num_hidden_layers), recipe.dialect))
+            steps.append(_make_step(weight, treatment, recipe.dialect))
     if unused:
         number = next(iter(unused.values()))
         raise PlanError(

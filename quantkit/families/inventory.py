@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.checkpoint.header import TensorSpec, lay_out
+from quantkit.checkpoint.header import StoredTensor, TensorSpec, in_file_order
 from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError
 from quantkit.families.family import DSA_KEYS, MLA_KEYS, Family, family_of
@@ -39,8 +39,16 @@ def inventory(name: str, config_text: str) -> Source:
         raise SourceError(f"{name}: its config has no {error.args[0]}, which its tensors' shapes need") from None
     except (AttributeError, TypeError, ValueError, IndexError) as error:
         raise SourceError(f"{name}: its config holds a value that makes no shape: {error}") from None
-    tensors = {tensor.spec.name: tensor for shard, specs in shards.items() for tensor in lay_out(specs, shard)[1]}
+    tensors = {tensor.spec.name: tensor for shard, specs in shards.items() for tensor in _placed(specs, shard)}
     return Source(name, None, config_text, tensors)
+
+
+def _placed(specs: tuple[TensorSpec, ...], shard: str) -> Iterator[StoredTensor]:
+    """Tensors in the order of a file that holds them, without its header: there is no file to read."""
+    offset = 0
+    for spec in in_file_order(specs):
+        yield StoredTensor(spec, shard, offset)
+        offset += spec.nbytes
 
 
 def has_indexer(config: dict[str, Any], layer: int) -> bool:

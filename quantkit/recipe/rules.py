@@ -166,11 +166,14 @@ class Recipe:
             )
         return self.rules[fitting[0] if fitting else -1]
 
-    def treatment(self, name: TensorName, num_hidden_layers: int) -> Treatment:
-        """What happens to the weight `name`; kept MTP layers are treated as the rest is where others are quantized."""
-        treatment = self.rule(name, num_hidden_layers).treatment
-        kept = self.mtp is Mtp.KEEP and name.is_mtp(num_hidden_layers)
-        return self.rules[-1].treatment if kept and treatment.scheme in QUANTIZED else treatment
+    def choose(self, name: TensorName, num_hidden_layers: int) -> tuple[Rule, Treatment]:
+        """The rule for the weight `name`, and what happens to it.
+
+        Kept MTP layers are treated as the rest is where others are quantized.
+        """
+        rule = self.rule(name, num_hidden_layers)
+        kept = self.mtp is Mtp.KEEP and rule.treatment.scheme in QUANTIZED and name.is_mtp(num_hidden_layers)
+        return rule, self.rules[-1].treatment if kept else rule.treatment
 
     def with_quantized(self, **changes: Any) -> "Recipe":
         """The same recipe with other parameters of its quantizing rules: `group_size` of INT4, `scale`."""

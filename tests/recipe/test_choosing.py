@@ -191,7 +191,7 @@ def test_the_readmes_example_parses() -> None:
     recipe = parse_recipe("high", text.partition("```yaml\n")[2].partition("```")[0])
 
     names = [TensorName(f"model.layers.{layer}.mlp.experts.0.up_proj", "weight") for layer in (5, 6, 75, 76, 78)]
-    schemes = [recipe.treatment(name, 78).scheme for name in names]
+    schemes = [recipe.choose(name, 78)[1].scheme for name in names]
     assert schemes == [Scheme.BF16, Scheme.NVFP4, Scheme.NVFP4, Scheme.BF16, Scheme.NVFP4]
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -133,7 +133,8 @@ class Facts:
         for module in self.modules:
             name = module.name
             place = _EXPERT.sub(".experts.0.", name.module) if ".experts." in name.module else name.module
-            key = (place, self.unequal(module), replace(module, name=TensorName("", name.leaf)))
+            alike = (name.leaf, module.shape, module.label, module.leaves, module.format, module.scales)
+            key = (place, self.unequal(module), *alike, module.within, module.turned)
             found.setdefault(key, []).append(module)
         return tuple(Site(group[0], len(group)) for group in found.values())
 

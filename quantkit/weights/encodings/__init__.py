@@ -13,17 +13,19 @@ from quantkit.weights.encodings.plain import PLAIN as PLAIN
 
 TARGETS: tuple[Target, ...] = (INT4, NVFP4)
 ENCODINGS: tuple[Encoding, ...] = (PLAIN, FP8, *TARGETS)
+_BY_NAME = {each.name: each for each in ENCODINGS}
+_TARGETS = {each.name: each for each in TARGETS}
 PARTS = frozenset(leaf for each in ENCODINGS for leaf in each.parts)  # tensors that mean nothing without a weight
 
 
 def encoding(name: str) -> Encoding:
     """The encoding of this name."""
-    return next(each for each in ENCODINGS if each.name == name)
+    return _BY_NAME[name]
 
 
 def target(name: str) -> Target | None:
     """The encoding of this name that conversions make, or None."""
-    return next((each for each in TARGETS if each.name == name), None)
+    return _TARGETS.get(name)
 
 
 def encoding_of(group: Mapping[str, Any]) -> Encoding:
