@@ -26,7 +26,7 @@ from typing import Any
 
 
 class QuantkitError(Exception):
-    """A fault that the user can mend; `hint` says how, in one sentence."""
+    """A fault that the user can fix; `hint` says how, in one sentence."""
 
     exit_code = 1
 

@@ -152,7 +152,7 @@ def explain_format_gap(task: str, metric: str, items: int, correct: Mapping[str,
         return None
     return (
         f"{task} {metric}: {low} finds {correct[low]} of {items} answers right and {high} {correct[high]}, a gap of "
-        f"{100 * gap:.1f} points: a problem of the answers' format, not of accuracy; mend it or judge by {high}."
+        f"{100 * gap:.1f} points: a problem of the answers' format, not of accuracy; fix it or judge by {high}."
     )
 
 

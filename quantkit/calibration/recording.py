@@ -49,7 +49,6 @@ class RecordingCache(PlainCache):
         self._visible: list[torch.Tensor] = []
 
     def append_latent(self, layer: int, positions: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        """As `Cache` says."""
         super().append_latent(layer, positions, latent, rope)
         self._note(positions, latent=latent, rope=rope)
 
@@ -62,18 +61,15 @@ class RecordingCache(PlainCache):
         scale: float,
         selected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `Cache` says."""
         self._note(positions, q_latent=q_latent, q_rope=q_rope)
         self._see(positions, selected)
         return super().attend_latent(layer, positions, q_latent, q_rope, scale, selected)
 
     def append_heads(self, layer: int, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """As `Cache` says."""
         super().append_heads(layer, positions, key, value)
         self._note(positions, key=key, value=value)
 
     def attend_heads(self, layer: int, positions: torch.Tensor, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """As `Cache` says."""
         self._note(positions, query=query)
         self._see(positions, None)
         return super().attend_heads(layer, positions, query, scale)

@@ -21,7 +21,7 @@ SINGLE_FILE = "model.safetensors"
 _READ_BYTES = 64 << 20
 _DOWNLOAD = "Download the checkpoint again."
 _UNREADABLE = "Make it readable, or download it again."
-_MEND = "Mend the file, or download it again."
+_FIX = "Fix the file, or download it again."
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Source:
         try:
             config = parse_json(self.config_text)
         except ValueError as error:
-            raise SourceError(f"{self.name}: {CONFIG_FILE} does not parse: {error}", hint=_MEND) from error
+            raise SourceError(f"{self.name}: {CONFIG_FILE} does not parse: {error}", hint=_FIX) from error
         if not isinstance(config, dict):
-            raise SourceError(f"{self.name}: {CONFIG_FILE} is not a JSON object", hint=_MEND)
+            raise SourceError(f"{self.name}: {CONFIG_FILE} is not a JSON object", hint=_FIX)
         return config
 
     @property
@@ -75,7 +75,7 @@ class Source:
         try:
             return int(self.text_config["num_hidden_layers"])
         except (KeyError, TypeError, ValueError):
-            raise SourceError(f"{self.name}: {CONFIG_FILE} has no valid num_hidden_layers", hint=_MEND) from None
+            raise SourceError(f"{self.name}: {CONFIG_FILE} has no valid num_hidden_layers", hint=_FIX) from None
 
     @cached_property
     def shards(self) -> tuple[str, ...]:
@@ -184,14 +184,14 @@ def read_index(folder: Path, name: str) -> Index | None:
     try:
         content = parse_json(_read_text(folder, INDEX_FILE, name))
     except ValueError as error:
-        raise SourceError(f"{name}: {INDEX_FILE} does not parse: {error}", hint=_MEND) from error
+        raise SourceError(f"{name}: {INDEX_FILE} does not parse: {error}", hint=_FIX) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{name}: {INDEX_FILE} has no weight_map from tensors to files", hint=_MEND)
+        raise SourceError(f"{name}: {INDEX_FILE} has no weight_map from tensors to files", hint=_FIX)
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", "..") or "\0" in shard:
             what = f"{name}: {INDEX_FILE} says that {tensor} is in {shard!r}, which is not a file name"
-            raise SourceError(what, hint=_MEND)
+            raise SourceError(what, hint=_FIX)
     metadata = content.get("metadata")
     return Index(weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None)
 
@@ -215,4 +215,4 @@ def _read_text(folder: Path, file: str, name: str) -> str:
         hint = "A fold in place was interrupted: run it again, or quantkit fold --undo." if folding else _DOWNLOAD
         raise SourceError(f"{name}: {file} is missing", hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{name}: {file} cannot be read as UTF-8 text: {error}", hint=_MEND) from error
+        raise SourceError(f"{name}: {file} cannot be read as UTF-8 text: {error}", hint=_FIX) from error

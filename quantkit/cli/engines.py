@@ -14,7 +14,7 @@ def engines(
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
-    """Say which rules of vLLM, SGLang and transformers a checkpoint keeps, and what mends the others.
+    """Say which rules of vLLM, SGLang and transformers a checkpoint keeps, and what fixes the others.
 
     Leaves with exit code 3 if a rule is broken. Without --tp, what tensor parallelism asks of shapes is a warning.
 

@@ -31,14 +31,14 @@ def planned_facts(
 def check_engines(facts: Facts) -> tuple[str, ...]:
     """Hold a planned checkpoint against every engine's rules, and return the warnings.
 
-    Raises PlanError, naming engine, rule and module, and with what mends it, for one that an engine could not load.
+    Raises PlanError, naming engine, rule and module, and with what fixes it, for one that an engine could not load.
     """
     judgements = tuple(judge(facts))
     broken = next((judgement for judgement in judgements if judgement.status is Status.BROKEN), None)
     if broken:
         raise PlanError(
             f"{broken.engine} could not load this: {broken.text} (rule {broken.rule.id}: {broken.rule.demand})",
-            hint=broken.rule.mend,
+            hint=broken.rule.fix,
         )
     return tuple(_warnings(judgements))
 
@@ -50,7 +50,7 @@ def _warnings(judgements: Iterable[Judgement]) -> Iterator[str]:
         if judgement.status in (Status.WARNING, Status.FLAG):
             engines.setdefault((judgement.rule.id, judgement.text), []).append(judgement)
     for (_, text), found in engines.items():
-        yield f"{', '.join(judgement.engine for judgement in found)}: {text}. {found[0].rule.mend}"
+        yield f"{', '.join(judgement.engine for judgement in found)}: {text}. {found[0].rule.fix}"
 
 
 def _module(step: Step) -> Module:

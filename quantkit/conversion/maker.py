@@ -67,7 +67,7 @@ class Maker:
         return Rows({target: decoded}, ops.fp8_block_to_bf16(data, scale, weight.block, decoded))
 
     def _transpose(self, step: Step, begin: int, end: int) -> Rows:
-        return Rows({step.outputs[0].name: self.reader.slab_rows(step.weight, begin, end)})
+        return Rows({step.outputs[0].name: self.reader.fused_rows(step.weight, begin, end)})
 
 
 def _scalar(step: Step, target: TensorSpec, value: float) -> Rows:

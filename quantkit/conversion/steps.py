@@ -155,7 +155,7 @@ def _make_step(weight: Weight, treatment: Treatment, dialect: Dialect) -> Step:
 def _action(weight: Weight, treatment: Treatment) -> Action:
     """By the table above; a bias or another vector of a quantized module is copied."""
     encoding, scheme, made = weight.encoding, treatment.scheme, target(treatment.scheme)
-    copied = Action.TRANSPOSE if weight.slab else Action.COPY
+    copied = Action.TRANSPOSE if weight.fused_columns else Action.COPY
     if weight.name.leaf not in _MATRIX_LEAVES:
         return copied
     if encoding.restated and (scheme in (Scheme.KEEP, Scheme.FP8_TO_BF16) or made is encoding):

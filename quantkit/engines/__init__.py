@@ -1,6 +1,6 @@
 """What vLLM, SGLang and transformers accept.
 
-habits              the engines, and how they build and name modules
+profiles            the engines, and how they build and name modules
 compressed_tensors  which group of a compressed-tensors config a module gets
 modelopt            which modules a ModelOpt config quantizes
 """

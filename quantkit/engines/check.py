@@ -53,7 +53,7 @@ def _result(judgement: Judgement) -> RuleResult:
         modules=judgement.modules,
         problem=judgement.problem,
         ranks=judgement.ranks,
-        mend=rule.mend,
+        fix=rule.fix,
         source=rule.sources[judgement.engine],
     )
 

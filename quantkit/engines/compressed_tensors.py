@@ -56,7 +56,7 @@ class ConfigMatcher(ConfigGroups):
         last = (by_class, by_members) if self.engine.class_before_members else (by_members, by_class)
         return next((key for key in (self.by_name(built), *last) if key is not None), None)
 
-    def is_homeless(self, name: TensorName) -> bool:
+    def is_unmatched(self, name: TensorName) -> bool:
         """Whether the engine refuses the module of `name`, because nothing ignores it and no target is its own."""
         if not self.engine.needs_target or (name.role is Role.LM_HEAD and not self.engine.head_is_linear):
             return False

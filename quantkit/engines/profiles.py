@@ -37,7 +37,7 @@ def is_linear(weight: Named) -> bool:
 
 @dataclass(frozen=True)
 class Engine:
-    """The habits of one engine.
+    """How one engine builds and names modules.
 
     fused                 checkpoint fusion -> the name that the engine builds; a fusion not listed is not fused
     expanded              the built names that are also looked up by their members

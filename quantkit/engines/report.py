@@ -17,7 +17,7 @@ class RuleResult:
     module   the first that breaks the rule, and `modules` the number of all
     problem  what is wrong with the first
     ranks    for how many it is wrong, where that matters
-    mend     the flag, or the change of a recipe or config, that helps
+    fix     the flag, or the change of a recipe or config, that helps
     source   package, file and function that the rule was read from
     """
 
@@ -30,7 +30,7 @@ class RuleResult:
     modules: int
     problem: str
     ranks: int | None
-    mend: str
+    fix: str
     source: str
 
 
@@ -67,7 +67,7 @@ class Compatibility(Report):
         for found in self.results:
             if found.problem:
                 more = f" (and {found.modules - 1:,} more)" if found.modules > 1 else ""
-                text = f"{found.module}{more} {found.problem}. {found.mend}"
+                text = f"{found.module}{more} {found.problem}. {found.fix}"
                 yield Line(text, Style.WARNING, f"{found.engine}, {found.rule}, {found.status}")
 
     def answer(self) -> Line:

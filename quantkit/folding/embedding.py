@@ -84,7 +84,7 @@ def _modelopt_text(source: Source) -> dict[str, str]:
         content = parse_json(path.read_text(encoding="utf-8"))
         content["quantization"]["kv_cache_quant_algo"] = "FP8"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FoldError(f"{path} cannot be read: {error!r}", hint="Mend it, or take it out.") from error
+        raise FoldError(f"{path} cannot be read: {error!r}", hint="Fix it, or take it out.") from error
     return {MODELOPT_FILE: _json(content)}
 
 

@@ -19,7 +19,7 @@ from quantkit.models.gqa import take_gqa
 from quantkit.models.loading import LayerReader, open_layers
 from quantkit.models.mla import take_mla
 from quantkit.models.rope import make_rotation
-from quantkit.models.shelf import Shelf
+from quantkit.models.weight_loader import WeightLoader
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _TOKENS = 8
@@ -63,9 +63,9 @@ def _run(plan: FoldPlan, reader: LayerReader) -> Iterator[tuple[str, torch.Tenso
 def _attend(config: ModelConfig, reader: LayerReader, layer: int) -> torch.Tensor:
     """One layer's attention to all tokens: an indexer, which is not edited, is left out."""
     alone = replace(config, dsa=None)
-    shelf = Shelf(reader.parts[layer], reader.dtype, reader.device)
+    loader = WeightLoader(reader.parts[layer], reader.dtype, reader.device)
     take = take_mla if hasattr(config.attention, "kv_rank") else take_gqa
-    attention = take(shelf, attention_prefix(config, layer), layer, alone)
+    attention = take(loader, attention_prefix(config, layer), layer, alone)
     hidden = torch.randn(_TOKENS, config.hidden, generator=torch.Generator().manual_seed(layer)).to(reader.dtype)
     return attention.attend(hidden, _step(config), None).output
 

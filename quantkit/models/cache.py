@@ -73,7 +73,7 @@ class Attended(NamedTuple):
     selected: torch.Tensor | None
 
 
-class PlainCache:
+class PlainCache(Cache):
     """One request's tokens in contiguous tensors, in the model's dtype. Scores, softmax and sums are float32.
 
     What was never written is NaN.
@@ -83,7 +83,6 @@ class PlainCache:
         self._kept: dict[tuple[int, str], torch.Tensor] = {}
 
     def append_latent(self, layer: int, positions: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        """As `Cache` says."""
         self._append(layer, "latent", positions, torch.cat((latent, rope), dim=-1))
 
     def attend_latent(
@@ -95,7 +94,6 @@ class PlainCache:
         scale: float,
         selected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `Cache` says."""
         kept = self._seen(layer, "latent", positions)
         visible = _visible(positions, len(kept), selected)
         query = torch.cat((q_latent, q_rope), dim=-1).transpose(0, 1)  # [heads, T, ..]
@@ -103,12 +101,10 @@ class PlainCache:
         return out.transpose(0, 1).to(q_latent.dtype)
 
     def append_heads(self, layer: int, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """As `Cache` says."""
         self._append(layer, "key", positions, key)
         self._append(layer, "value", positions, value)
 
     def attend_heads(self, layer: int, positions: torch.Tensor, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """As `Cache` says."""
         key, value = (self._seen(layer, name, positions).transpose(0, 1) for name in ("key", "value"))
         grouped = query.view(len(query), len(key), -1, query.shape[2]).permute(
             1, 2, 0, 3
@@ -118,13 +114,11 @@ class PlainCache:
         return out.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
 
     def append_index(self, layer: int, positions: torch.Tensor, key: torch.Tensor) -> None:
-        """As `Cache` says."""
         self._append(layer, "index", positions, key)
 
     def select(
         self, layer: int, positions: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, count: int
     ) -> torch.Tensor:
-        """As `Cache` says."""
         key = self._seen(layer, "index", positions)
         products = torch.relu(query.float() @ key.float().T)  # [T, heads, S]
         scores = (weights.float().unsqueeze(1) @ products).squeeze(1)

@@ -19,7 +19,7 @@ from quantkit.models.cache import Step
 from quantkit.models.linear import Linear
 from quantkit.models.norm import LayerNorm
 from quantkit.models.rope import rotate_front
-from quantkit.models.shelf import Shelf
+from quantkit.models.weight_loader import WeightLoader
 
 _EPS = 1e-6
 
@@ -50,7 +50,7 @@ class Indexer:
         return step.cache.select(self.layer, step.positions, query, weights, config.top_k)
 
 
-def take_indexer(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> Indexer:
+def take_indexer(loader: WeightLoader, prefix: str, layer: int, config: ModelConfig) -> Indexer:
     """The indexer whose tensors' names begin with `prefix`."""
     dsa, mla = config.dsa, config.attention
     assert dsa is not None
@@ -59,12 +59,12 @@ def take_indexer(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> 
     return Indexer(
         config=dsa,
         layer=layer,
-        query=shelf.linear(f"{prefix}.wq_b", dsa.heads * dsa.head_dim, mla.q_rank),
-        key=shelf.linear(f"{prefix}.wk", dsa.head_dim, config.hidden),
+        query=loader.linear(f"{prefix}.wq_b", dsa.heads * dsa.head_dim, mla.q_rank),
+        key=loader.linear(f"{prefix}.wk", dsa.head_dim, config.hidden),
         norm=LayerNorm(
-            shelf.vector(f"{prefix}.k_norm.weight", dsa.head_dim),
-            shelf.vector(f"{prefix}.k_norm.bias", dsa.head_dim),
+            loader.vector(f"{prefix}.k_norm.weight", dsa.head_dim),
+            loader.vector(f"{prefix}.k_norm.bias", dsa.head_dim),
             _EPS,
         ),
-        weights=shelf.linear(f"{prefix}.weights_proj", dsa.heads, config.hidden),
+        weights=loader.linear(f"{prefix}.weights_proj", dsa.heads, config.hidden),
     )

@@ -12,7 +12,7 @@ from quantkit.models.cache import Attended, Step
 from quantkit.models.linear import Linear
 from quantkit.models.norm import RmsNorm
 from quantkit.models.rope import rotate_front
-from quantkit.models.shelf import Shelf
+from quantkit.models.weight_loader import WeightLoader
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ class Gqa:
         return Attended(self.output(attended.flatten(1)), selected)
 
 
-def take_gqa(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> Gqa:
+def take_gqa(loader: WeightLoader, prefix: str, layer: int, config: ModelConfig) -> Gqa:
     """The attention whose tensors' names begin with `prefix`."""
     gqa = config.attention
     assert isinstance(gqa, GqaConfig)
     widths = gqa.heads * gqa.head_dim, gqa.kv_heads * gqa.head_dim
     norms = [
-        RmsNorm(shelf.vector(f"{prefix}.{name}.weight", gqa.head_dim), config.eps) if gqa.qk_norm else None
+        RmsNorm(loader.vector(f"{prefix}.{name}.weight", gqa.head_dim), config.eps) if gqa.qk_norm else None
         for name in ("q_norm", "k_norm")
     ]
     return Gqa(
         config=gqa,
         layer=layer,
         interleaved=config.rope.interleaved,
-        query=shelf.linear(f"{prefix}.q_proj", widths[0], config.hidden, gqa.bias),
-        key=shelf.linear(f"{prefix}.k_proj", widths[1], config.hidden, gqa.bias),
-        value=shelf.linear(f"{prefix}.v_proj", widths[1], config.hidden, gqa.bias),
-        output=shelf.linear(f"{prefix}.o_proj", config.hidden, widths[0], gqa.output_bias),
+        query=loader.linear(f"{prefix}.q_proj", widths[0], config.hidden, gqa.bias),
+        key=loader.linear(f"{prefix}.k_proj", widths[1], config.hidden, gqa.bias),
+        value=loader.linear(f"{prefix}.v_proj", widths[1], config.hidden, gqa.bias),
+        output=loader.linear(f"{prefix}.o_proj", config.hidden, widths[0], gqa.output_bias),
         q_norm=norms[0],
         k_norm=norms[1],
     )

@@ -16,7 +16,7 @@ from quantkit.models.linear import Linear
 from quantkit.models.mla import take_mla
 from quantkit.models.moe import take_mlp, take_moe
 from quantkit.models.norm import RmsNorm
-from quantkit.models.shelf import Shelf
+from quantkit.models.weight_loader import WeightLoader
 from quantkit.naming import Role, TensorName
 from quantkit.weights.packed import DTYPES, Packed
 
@@ -33,7 +33,7 @@ def load(folder: str | Path, dtype: torch.dtype = torch.bfloat16, device: torch.
     """
     source = open_source(Path(folder))
     config = _check(source, dtype)
-    return _build(Shelf(source, dtype, torch.device(device)), config)
+    return _build(WeightLoader(source, dtype, torch.device(device)), config)
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class LayerReader:
 
     def layer(self, number: int) -> Layer:
         """Layer `number`, as `load` makes it; the reader keeps nothing of it."""
-        shelf = Shelf(self.parts[number], self.dtype, self.device)
-        return _layer(shelf, f"{self.config.prefix}model.layers.{number}", number, self.config)
+        loader = WeightLoader(self.parts[number], self.dtype, self.device)
+        return _layer(loader, f"{self.config.prefix}model.layers.{number}", number, self.config)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The embeddings [T, hidden] of `tokens` int64 [T], of which only the rows needed are read, on the CPU."""
@@ -81,72 +81,72 @@ def _check(source: Source, dtype: torch.dtype) -> ModelConfig:
     if dtype not in (torch.bfloat16, torch.float32):
         raise UsageError(f"a model cannot be run in {dtype}", hint="Give torch.bfloat16 or torch.float32.")
     config = read_config(source)
-    check = Shelf(source, dtype, torch.device("meta"))
+    check = WeightLoader(source, dtype, torch.device("meta"))
     _build(check, config)
     check.check()
     return config
 
 
-def _build(shelf: Shelf, config: ModelConfig) -> Decoder:
+def _build(loader: WeightLoader, config: ModelConfig) -> Decoder:
     prefix, matrix = config.prefix, (config.vocab, config.hidden)
-    embedding = shelf.embedding(f"{prefix}model.embed_tokens.weight", matrix)
-    layers = tuple(_layer(shelf, f"{prefix}model.layers.{layer}", layer, config) for layer in range(config.layers))
-    norm = RmsNorm(shelf.vector(f"{prefix}model.norm.weight", config.hidden), config.eps)
-    head = _head(shelf, f"{prefix}lm_head.weight", embedding, config)
-    kv_scales = {name: shelf.number(name) for name in list(shelf.left) if name.endswith(_KV_SCALES)}
-    mtp = _mtp(shelf, config)
+    embedding = loader.embedding(f"{prefix}model.embed_tokens.weight", matrix)
+    layers = tuple(_layer(loader, f"{prefix}model.layers.{layer}", layer, config) for layer in range(config.layers))
+    norm = RmsNorm(loader.vector(f"{prefix}model.norm.weight", config.hidden), config.eps)
+    head = _head(loader, f"{prefix}lm_head.weight", embedding, config)
+    kv_scales = {name: loader.number(name) for name in list(loader.left) if name.endswith(_KV_SCALES)}
+    mtp = _mtp(loader, config)
     return Decoder(
         config=config,
-        dtype=shelf.dtype,
-        device=shelf.device,
+        dtype=loader.dtype,
+        device=loader.device,
         embedding=embedding.codes,
         layers=layers,
         norm=norm,
         head=Linear(head),
         mtp=mtp,
         kv_scales=kv_scales,
-        passed=_pass(shelf),
-        source=shelf.source,
+        passed=_pass(loader),
+        source=loader.source,
     )
 
 
-def _layer(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> Layer:
+def _layer(loader: WeightLoader, prefix: str, layer: int, config: ModelConfig) -> Layer:
     take_attention = take_gqa if isinstance(config.attention, GqaConfig) else take_mla
     sparse = config.moe is not None and config.moe.sparse[layer]
     return Layer(
-        attention_norm=RmsNorm(shelf.vector(f"{prefix}.input_layernorm.weight", config.hidden), config.eps),
-        attention=take_attention(shelf, f"{prefix}.self_attn", layer, config),
-        mlp_norm=RmsNorm(shelf.vector(f"{prefix}.post_attention_layernorm.weight", config.hidden), config.eps),
-        mlp=take_moe(shelf, f"{prefix}.mlp", config)
+        attention_norm=RmsNorm(loader.vector(f"{prefix}.input_layernorm.weight", config.hidden), config.eps),
+        attention=take_attention(loader, f"{prefix}.self_attn", layer, config),
+        mlp_norm=RmsNorm(loader.vector(f"{prefix}.post_attention_layernorm.weight", config.hidden), config.eps),
+        mlp=take_moe(loader, f"{prefix}.mlp", config)
         if sparse
-        else take_mlp(shelf, f"{prefix}.mlp", config.intermediate, config),
+        else take_mlp(loader, f"{prefix}.mlp", config.intermediate, config),
     )
 
 
-def _head(shelf: Shelf, name: str, embedding: Packed, config: ModelConfig) -> Packed:
+def _head(loader: WeightLoader, name: str, embedding: Packed, config: ModelConfig) -> Packed:
     """The output layer; a tied one may be stored all the same, but not with other numbers."""
-    if config.tied and name not in shelf.left:
+    if config.tied and name not in loader.left:
         return embedding
-    head = shelf.matrix(name, (config.vocab, config.hidden))
-    if not config.tied or shelf.device.type == "meta":
+    head = loader.matrix(name, (config.vocab, config.hidden))
+    if not config.tied or loader.device.type == "meta":
         return head
     if head.codes.dtype != embedding.codes.dtype or not torch.equal(head.codes, embedding.codes):
         raise SourceError(
-            f"{shelf.source.name}: the config ties the embedding to the output layer, but {name} is another",
+            f"{loader.source.name}: the config ties the embedding to the output layer, but {name} is another",
             hint="Set tie_word_embeddings to false in config.json, or remove the tensor.",
         )
     return embedding
 
 
-def _mtp(shelf: Shelf, config: ModelConfig) -> dict[str, Packed | torch.Tensor]:
+def _mtp(loader: WeightLoader, config: ModelConfig) -> dict[str, Packed | torch.Tensor]:
     end = config.layers + config.mtp_layers
-    names = [name for name, weight in shelf.left.items() if weight.name.is_mtp(config.layers)]
-    return {name: shelf.whole(name) for name in names if (shelf.left[name].name.layer or 0) < end}
+    names = [name for name, weight in loader.left.items() if weight.name.is_mtp(config.layers)]
+    return {name: loader.whole(name) for name in names if (loader.left[name].name.layer or 0) < end}
 
 
-def _pass(shelf: Shelf) -> tuple[str, ...]:
-    """The tensors that are known and not needed; a vision tower's leave the shelf."""
-    vision = [name for name, weight in shelf.left.items() if weight.name.role is Role.VISION]
+def _pass(loader: WeightLoader) -> tuple[str, ...]:
+    """The tensors that are known and not needed; a vision tower's leave the loader."""
+    vision = [name for name, weight in loader.left.items() if weight.name.role is Role.VISION]
     for name in vision:
-        del shelf.left[name]
-    return (*vision, *shelf.static)
+        del loader.left[name]
+    return (*vision, *loader.static)

@@ -21,7 +21,7 @@ from quantkit.models.dsa import Indexer, take_indexer
 from quantkit.models.linear import Linear
 from quantkit.models.norm import RmsNorm
 from quantkit.models.rope import rotate, score_factor
-from quantkit.models.shelf import Shelf
+from quantkit.models.weight_loader import WeightLoader
 from quantkit.ops.linear import heads, ready_plain
 
 if TYPE_CHECKING:
@@ -80,16 +80,16 @@ class Mla:
         return Attended(self.output(values.flatten(1)), selected)
 
 
-def take_mla(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> Mla:
+def take_mla(loader: WeightLoader, prefix: str, layer: int, config: ModelConfig) -> Mla:
     """The attention whose tensors' names begin with `prefix`."""
     mla, hidden = config.attention, config.hidden
     assert isinstance(mla, MlaConfig)
     width = mla.nope + mla.rope
     if has_latent := mla.q_rank is not None:
-        q_a = shelf.linear(f"{prefix}.q_a_proj", mla.q_rank, hidden, mla.bias)
-        q_norm = RmsNorm(shelf.vector(f"{prefix}.q_a_layernorm.weight", mla.q_rank), _EPS)
-    kv_b = shelf.linear(f"{prefix}.kv_b_proj", mla.heads * (mla.nope + mla.value), mla.kv_rank)
-    by_head = kv_b.weight.decode(shelf.dtype).view(mla.heads, -1, mla.kv_rank)
+        q_a = loader.linear(f"{prefix}.q_a_proj", mla.q_rank, hidden, mla.bias)
+        q_norm = RmsNorm(loader.vector(f"{prefix}.q_a_layernorm.weight", mla.q_rank), _EPS)
+    kv_b = loader.linear(f"{prefix}.kv_b_proj", mla.heads * (mla.nope + mla.value), mla.kv_rank)
+    by_head = kv_b.weight.decode(loader.dtype).view(mla.heads, -1, mla.kv_rank)
     return Mla(
         config=mla,
         layer=layer,
@@ -97,15 +97,15 @@ def take_mla(shelf: Shelf, prefix: str, layer: int, config: ModelConfig) -> Mla:
         scale=width**-0.5 * score_factor(config.rope),
         q_a=q_a if has_latent else None,
         q_norm=q_norm if has_latent else None,
-        q_b=shelf.linear(
+        q_b=loader.linear(
             f"{prefix}.q_b_proj" if has_latent else f"{prefix}.q_proj", mla.heads * width, mla.q_rank or hidden
         ),
-        kv_a=shelf.linear(f"{prefix}.kv_a_proj_with_mqa", mla.kv_rank + mla.rope, hidden, mla.bias),
-        kv_norm=RmsNorm(shelf.vector(f"{prefix}.kv_a_layernorm.weight", mla.kv_rank), _EPS),
+        kv_a=loader.linear(f"{prefix}.kv_a_proj_with_mqa", mla.kv_rank + mla.rope, hidden, mla.bias),
+        kv_norm=RmsNorm(loader.vector(f"{prefix}.kv_a_layernorm.weight", mla.kv_rank), _EPS),
         key_up=by_head[:, : mla.nope].mT.contiguous(),
         value_up=by_head[:, mla.nope :].contiguous(),
-        output=shelf.linear(f"{prefix}.o_proj", hidden, mla.heads * mla.value, mla.bias),
-        indexer=take_indexer(shelf, f"{prefix}.indexer", layer, config)
+        output=loader.linear(f"{prefix}.o_proj", hidden, mla.heads * mla.value, mla.bias),
+        indexer=take_indexer(loader, f"{prefix}.indexer", layer, config)
         if config.dsa and config.dsa.full[layer]
         else None,
     )

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from quantkit.families.config import ModelConfig, MoeConfig
 from quantkit.models.linear import Linear, expert_linear
-from quantkit.models.shelf import Shelf
+from quantkit.models.weight_loader import WeightLoader
 from quantkit.weights.packed import Packed
 
 
@@ -88,17 +88,17 @@ def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def take_mlp(shelf: Shelf, prefix: str, intermediate: int, config: ModelConfig) -> Mlp:
+def take_mlp(loader: WeightLoader, prefix: str, intermediate: int, config: ModelConfig) -> Mlp:
     """The MLP whose tensors' names begin with `prefix`."""
     hidden, bias = config.hidden, config.mlp_bias
     return Mlp(
-        shelf.linear(f"{prefix}.gate_proj", intermediate, hidden, bias),
-        shelf.linear(f"{prefix}.up_proj", intermediate, hidden, bias),
-        shelf.linear(f"{prefix}.down_proj", hidden, intermediate, bias),
+        loader.linear(f"{prefix}.gate_proj", intermediate, hidden, bias),
+        loader.linear(f"{prefix}.up_proj", intermediate, hidden, bias),
+        loader.linear(f"{prefix}.down_proj", hidden, intermediate, bias),
     )
 
 
-def take_moe(shelf: Shelf, prefix: str, config: ModelConfig) -> Moe:
+def take_moe(loader: WeightLoader, prefix: str, config: ModelConfig) -> Moe:
     """The experts whose tensors' names begin with `prefix`."""
     moe, hidden = config.moe, config.hidden
     assert moe is not None
@@ -106,11 +106,11 @@ def take_moe(shelf: Shelf, prefix: str, config: ModelConfig) -> Moe:
     return Moe(
         router=Router(
             config=moe,
-            weight=shelf.linear(f"{prefix}.gate", moe.experts, hidden),
-            bias=shelf.vector(f"{prefix}.gate.e_score_correction_bias", moe.experts, torch.float32),
+            weight=loader.linear(f"{prefix}.gate", moe.experts, hidden),
+            bias=loader.vector(f"{prefix}.gate.e_score_correction_bias", moe.experts, torch.float32),
         ),
-        gate=shelf.experts(f"{prefix}.experts", "gate_proj", moe.experts, inward),
-        up=shelf.experts(f"{prefix}.experts", "up_proj", moe.experts, inward),
-        down=shelf.experts(f"{prefix}.experts", "down_proj", moe.experts, outward),
-        shared=take_mlp(shelf, f"{prefix}.shared_experts", moe.intermediate * moe.shared, config),
+        gate=loader.experts(f"{prefix}.experts", "gate_proj", moe.experts, inward),
+        up=loader.experts(f"{prefix}.experts", "up_proj", moe.experts, inward),
+        down=loader.experts(f"{prefix}.experts", "down_proj", moe.experts, outward),
+        shared=take_mlp(loader, f"{prefix}.shared_experts", moe.intermediate * moe.shared, config),
     )

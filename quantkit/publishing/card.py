@@ -68,7 +68,7 @@ def parse_card(text: str, name: str) -> Card:
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise SourceError(
-            f"{name}: its metadata are no YAML: {reason}", hint="Mend the lines between the ---."
+            f"{name}: its metadata are no YAML: {reason}", hint="Fix the lines between the ---."
         ) from error
     if not isinstance(metadata, dict | None):
         raise SourceError(f"{name}: its metadata are no mapping", hint="Write `key: value` lines between the ---.")

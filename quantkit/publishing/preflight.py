@@ -222,7 +222,7 @@ def _own_card(path: Path) -> Card:
     try:
         return parse_card(path.read_text(encoding="utf-8"), str(path)) if path.exists() else Card()
     except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} cannot be read as UTF-8 text: {error}", hint="Mend it or take it out.") from error
+        raise SourceError(f"{path} cannot be read as UTF-8 text: {error}", hint="Fix it or take it out.") from error
 
 
 def _source_repo(manifest: Manifest, against: str | None) -> str | None:

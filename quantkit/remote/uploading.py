@@ -163,7 +163,7 @@ def check_card(text: str, *, ask: bool) -> None:
     from huggingface_hub import HfApi, ModelCard, get_session, get_token, hf_raise_for_status
     from huggingface_hub.errors import BadRequestError
 
-    hint = "Mend the metadata of README.md in the folder."
+    hint = "Fix the metadata of README.md in the folder."
     try:
         ModelCard(text, ignore_metadata_errors=False)
     except (ValueError, TypeError, AttributeError) as error:  # it raises what its parsing happens to raise

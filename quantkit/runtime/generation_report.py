@@ -64,7 +64,7 @@ class GenerationReport(Report):
 
     @property
     def num_faults(self) -> int:
-        """Faults in pages and hand-offs, those that were mended included."""
+        """Faults in pages and hand-offs, those that were fixed included."""
         found = self.handoff or self.integrity
         return found.num_faults if found else 0
 

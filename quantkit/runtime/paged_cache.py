@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import CacheError
-from quantkit.models.cache import PlainCache
+from quantkit.models.cache import Cache, PlainCache
 from quantkit.ops import pages as ops
 from quantkit.runtime.pages import FP8, PagePool
 
@@ -48,7 +48,7 @@ class _Rows:
     seen: torch.Tensor
 
 
-class PagedCache:
+class PagedCache(Cache):
     """The cache of one pass, whose rows are those of `segments`, in order.
 
     `table` int32 [B, pages] names the pages that are read and written, where they were looked at before; else the
@@ -89,7 +89,6 @@ class PagedCache:
             self._written.masked_fill_(guard.hit, -1)
 
     def append_latent(self, layer: int, positions: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        """As `Cache` says."""
         scales = self._pool.spec.scales.layers[layer]
         if scales.latent:
             latent, rope = latent / _powers(scales.latent, latent), rope / _powers(scales.rope, rope)
@@ -104,7 +103,7 @@ class PagedCache:
         scale: float,
         selected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `Cache` says. Where the parts of a row have scales, the query takes them, and the output the latent's."""
+        """Where the parts of a row have scales, the query takes them, and the output the latent's."""
         scales = self._pool.spec.scales.layers[layer]
         if not scales.latent:
             queries = self._cast(q_latent), self._cast(q_rope)
@@ -138,14 +137,12 @@ class PagedCache:
         return self._each(attend)
 
     def append_heads(self, layer: int, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """As `Cache` says."""
         self._check(positions)
         pages, scales = self._pool.heads(layer), self._pool.spec.scales.layers[layer]
         rows = key.contiguous(), value.contiguous()
         ops.write_gqa(*rows, *pages, self._targets(), scales.key, scales.value, self._pool.counts)
 
     def attend_heads(self, layer: int, positions: torch.Tensor, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """As `Cache` says."""
         query = self._cast(query)
         if self._decoding:
             pages, scales = self._pool.heads(layer), self._pool.spec.scales.layers[layer]
@@ -161,7 +158,6 @@ class PagedCache:
         return self._each(attend)
 
     def append_index(self, layer: int, positions: torch.Tensor, key: torch.Tensor) -> None:
-        """As `Cache` says."""
         self._write_rows(layer, "index", positions, key.chunk(2, dim=1), 1.0)
 
     def select(

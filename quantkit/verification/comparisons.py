@@ -100,7 +100,7 @@ def _against_bf16(
 def _copied(pair: Comparison) -> Sums:
     """Both hold the same bytes; FP8 scales may have another name, and another dtype that holds the same numbers."""
     ours, theirs = pair.ours, pair.theirs
-    if theirs.slab:
+    if theirs.fused_columns:
         _check_slab(pair)
         return 0.0, 0.0
     if len(ours.tensors) != len(theirs.tensors) or ours.label != theirs.label:
@@ -126,9 +126,9 @@ def _numbers(reader: Reader, tensor: StoredTensor) -> npt.NDArray[np.float32]:
 def _check_slab(pair: Comparison) -> None:
     ours, theirs = pair.ours, pair.theirs
     for begin, end in row_ranges(theirs):
-        expected = pair.source_reader.slab_rows(theirs, begin, end).reshape(-1).view(np.uint8)
-        if ours.slab:
-            data = pair.reader.slab_rows(ours, begin, end).reshape(-1).view(np.uint8)
+        expected = pair.source_reader.fused_rows(theirs, begin, end).reshape(-1).view(np.uint8)
+        if ours.fused_columns:
+            data = pair.reader.fused_rows(ours, begin, end).reshape(-1).view(np.uint8)
         else:
             data = pair.reader.tensor_bytes(ours.data, 0, ours.data.spec.nbytes, "ours")
         if ours.data.spec.dtype != theirs.data.spec.dtype or not np.array_equal(data, expected):

@@ -148,7 +148,7 @@ def _check_engines(facts: Facts, findings: Findings) -> None:
     findings.done("engines", f"{sum(judgement.status is not Status.NOT_APPLICABLE for judgement in judgements)} rules")
     for judgement in judgements:
         if judgement.status is Status.BROKEN:
-            findings.problem("engines", f"{judgement.engine}: {judgement.text}. {judgement.rule.mend}")
+            findings.problem("engines", f"{judgement.engine}: {judgement.text}. {judgement.rule.fix}")
 
 
 def check_global_scales(checkpoint: Source, weights: Iterable[Weight], findings: Findings) -> None:

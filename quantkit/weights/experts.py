@@ -18,7 +18,7 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 
 
 @dataclass(frozen=True)
-class Slab:
+class FusedColumns:
     """An expert's matrix [rows, columns] in a transposed tensor: the columns `begin` to `begin` + rows of a part that
     has `columns` rows of `width` numbers."""
 
@@ -26,7 +26,7 @@ class Slab:
     width: int
 
 
-def split_experts(tensor: StoredTensor, source: Source) -> tuple[tuple[StoredTensor, Slab | None], ...]:
+def split_experts(tensor: StoredTensor, source: Source) -> tuple[tuple[StoredTensor, FusedColumns | None], ...]:
     """The weights of each expert in a fused tensor, named as if they had been stored alone; nothing for other tensors.
 
     Raises SourceError, naming the tensor, for a shape that the config does not explain or explains in two ways.
@@ -40,13 +40,13 @@ def split_experts(tensor: StoredTensor, source: Source) -> tuple[tuple[StoredTen
     experts, first, second = tensor.spec.shape
     rows, columns, transposed = _orientation(tensor, source, len(projections))
     itemsize = DTYPE_BYTES[tensor.spec.dtype]
-    found: list[tuple[StoredTensor, Slab | None]] = []
+    found: list[tuple[StoredTensor, FusedColumns | None]] = []
     for expert in range(experts):
         for number, projection in enumerate(projections):
             begin = expert * first * second + (0 if transposed else number * rows * columns)
             spec = TensorSpec(f"{name.module}.{expert}.{projection}.weight", tensor.spec.dtype, (rows, columns))
             data = StoredTensor(spec, tensor.shard, tensor.offset + begin * itemsize)
-            found.append((data, Slab(number * rows, second) if transposed else None))
+            found.append((data, FusedColumns(number * rows, second) if transposed else None))
     return tuple(found)
 
 

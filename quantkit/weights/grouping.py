@@ -9,7 +9,7 @@ from quantkit.errors import SourceError
 from quantkit.naming import TensorName
 from quantkit.weights.encodings import ENCODINGS, PARTS, PLAIN
 from quantkit.weights.encodings.encoding import StoredFacts
-from quantkit.weights.experts import Slab, split_experts
+from quantkit.weights.experts import FusedColumns, split_experts
 from quantkit.weights.rows import scalar_tensor
 from quantkit.weights.weight import KV_SCALES, Weight
 
@@ -35,7 +35,7 @@ def read_weights(source: Source) -> tuple[Weight, ...]:
     left = [tensor for tensor in source.tensors.values() if tensor.spec.name not in used]
     for tensor in left:
         if parts := split_experts(tensor, source):
-            weights.extend(_expert_weight(tensor, data, slab) for data, slab in parts)
+            weights.extend(_expert_weight(tensor, data, fused_columns) for data, fused_columns in parts)
         else:
             weights.append(_plain_weight(tensor))
     return tuple(weights)
@@ -56,10 +56,10 @@ def _facts(source: Source) -> StoredFacts:
     raise SourceError(f"{source.name}: the FP8 block size in config.json is {block}, not two positive numbers")
 
 
-def _expert_weight(tensor: StoredTensor, data: StoredTensor, slab: Slab | None) -> Weight:
+def _expert_weight(tensor: StoredTensor, data: StoredTensor, fused_columns: FusedColumns | None) -> Weight:
     """The expert that has the part `data` of the fused `tensor`."""
     name = TensorName.parse(data.spec.name)
-    return Weight(name, PLAIN, data.spec.shape, data, within=tensor.spec.name, slab=slab)
+    return Weight(name, PLAIN, data.spec.shape, data, within=tensor.spec.name, fused_columns=fused_columns)
 
 
 def _plain_weight(tensor: StoredTensor) -> Weight:

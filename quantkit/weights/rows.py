@@ -46,7 +46,7 @@ def byte_ranges(nbytes: int) -> Iterator[tuple[int, int]]:
 def row_ranges(weight: Weight) -> Iterator[tuple[int, int]]:
     """The rows of a matrix, cut into pieces of which none holds parts of two rows of FP8 blocks."""
     rows, columns = weight.shape
-    if weight.slab:  # its rows are columns of what is stored
+    if weight.fused_columns:  # its rows are columns of what is stored
         yield 0, rows
         return
     block_rows = weight.block[0] if weight.block and weight.block[0] < rows else 1
@@ -68,14 +68,14 @@ class Reader:
         self.source.read_into(tensor, begin, array.data)
         return array
 
-    def slab_rows(self, weight: Weight, begin: int, end: int) -> npt.NDArray[Any]:
+    def fused_rows(self, weight: Weight, begin: int, end: int) -> npt.NDArray[Any]:
         """The rows `begin` to `end` of an expert that lies in columns of a fused tensor: unsigned items [rows, K]."""
-        assert weight.slab is not None
+        assert weight.fused_columns is not None
         rows, columns = weight.shape
-        width = weight.slab.width * DTYPE_BYTES[weight.data.spec.dtype]
+        width = weight.fused_columns.width * DTYPE_BYTES[weight.data.spec.dtype]
         stored = self.tensor_bytes(weight.data, 0, columns * width)
         items = stored.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[DTYPE_BYTES[weight.data.spec.dtype]])
-        part = items.reshape(columns, -1)[:, weight.slab.begin : weight.slab.begin + rows]
+        part = items.reshape(columns, -1)[:, weight.fused_columns.begin : weight.fused_columns.begin + rows]
         return np.ascontiguousarray(part.T[begin:end])
 
     def scalar(self, tensor: StoredTensor) -> float:

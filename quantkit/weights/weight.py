@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from quantkit.checkpoint.header import StoredTensor
 from quantkit.choices import Dialect
 from quantkit.naming import TensorName
-from quantkit.weights.experts import Slab
+from quantkit.weights.experts import FusedColumns
 
 if TYPE_CHECKING:
     from quantkit.weights.encodings.encoding import Encoding
@@ -39,7 +39,7 @@ class Weight:
     global_scale  NVFP4's FP32 scale of the tensor, in the spelling of `dialect`
     input_scale   the static scale of the activations that the weight meets
     within        of an expert in a fused tensor, that tensor's name
-    slab          where the expert lies in it, if its rows are not the expert's own
+    fused_columns          where the expert lies in it, if its rows are not the expert's own
     """
 
     name: TensorName
@@ -54,7 +54,7 @@ class Weight:
     input_scale: StoredTensor | None = None
     dialect: Dialect | None = None
     within: str | None = None
-    slab: Slab | None = None
+    fused_columns: FusedColumns | None = None
 
     @property
     def module(self) -> str:

@@ -53,7 +53,7 @@ KNOWN_ERRORS: dict[str, tuple[int, str]] = {
 def test_known_error_is_a_sentence(
     quantkit: Runner, toy: Path, toy_int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
-    """A fault that the user can mend prints `error:` and at most a `hint:` on stderr, and has its class's exit code."""
+    """A fault that the user can fix prints `error:` and at most a `hint:` on stderr, and has its class's exit code."""
     exit_code, words = KNOWN_ERRORS[line]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)

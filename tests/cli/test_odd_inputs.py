@@ -1,4 +1,4 @@
-"""Odd places and files: each gives an error that names what is wrong and how to mend it, and leaves nothing behind."""
+"""Odd places and files: each gives an error that names what is wrong and how to fix it, and leaves nothing behind."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_loose_json_is_named(make_toy: ToyMaker, file: str, change: Callable[[st
     path.write_text(change(path.read_text()).replace("\\\\", "\\"))
     with pytest.raises(SourceError, match=f"{file}.*{told}") as caught:
         open_source(path.parent)
-    assert caught.value.hint == "Mend the file, or download it again."
+    assert caught.value.hint == "Fix the file, or download it again."
 
 
 def test_an_index_may_say_anything_beside_the_map(make_toy: ToyMaker) -> None:

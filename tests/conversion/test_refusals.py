@@ -196,7 +196,7 @@ def test_int4_that_every_engine_loads_is_planned(role: str, modules: str, rest: 
 def test_int4_that_an_engine_cannot_load_is_refused(
     role: str, modules: str, engine: str, rule: str, named: str, rest: Rest
 ) -> None:
-    """The message names engine, rule and module, the hint what mends it."""
+    """The message names engine, rule and module, the hint what fixes it."""
     error = refusal(toy_headers(), int4_for(role, modules, rest))
 
     assert str(error).startswith(f"{engine} could not load this: ")

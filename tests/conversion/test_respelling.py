@@ -1,4 +1,4 @@
-"""`quantkit convert --respell` mends what an earlier version wrote without touching a weight, and says what it did."""
+"""`quantkit convert --respell` fixes what an earlier version wrote without touching a weight, and says what it did."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ def broken_rules(folder: Path) -> set[str]:
 
 
 def test_engines_and_verify_tell_of_it(quantkit: Runner, old: Path) -> None:
-    """Both leave with 3, name the first weight that SGLang could not load, and the command that mends it."""
+    """Both leave with 3, name the first weight that SGLang could not load, and the command that fixes it."""
     for command in ("engines", "verify"):
         code, out, err = quantkit(command, str(old))
         assert code == 3

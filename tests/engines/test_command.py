@@ -99,7 +99,7 @@ def test_no_ranks_are_a_usage_error(toy_int4: Path) -> None:
 
 
 def test_verify_reports_a_broken_rule(toy_int4: Path, tmp_path: Path) -> None:
-    """A top-level format that SGLang's experts refuse fails the check `engines`, with what mends it."""
+    """A top-level format that SGLang's experts refuse fails the check `engines`, with what fixes it."""
     folder = tmp_path / "copy"
     folder.mkdir()
     for file in toy_int4.iterdir():

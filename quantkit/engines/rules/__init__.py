@@ -62,8 +62,8 @@ def _judge(facts: Facts, rule: Rule, engine: str, ranks: int | None) -> Judgemen
         ]
         if broken:
             first, problem = broken[0]
-            no_target = rule.breach is Status.BROKEN and engine not in facts.targets
-            status = Status.WARNING if usual or no_target else rule.breach
+            no_target = rule.severity is Status.BROKEN and engine not in facts.targets
+            status = Status.WARNING if usual or no_target else rule.severity
             count = sum(site.count for site, _ in broken)
             name = first.module.name.module
             return Judgement(rule, engine, status, count, name, problem, number if rule.shared else None)

@@ -44,8 +44,8 @@ def _names(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
 
 def _homeless(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
     matcher = facts.matchers[engine]
-    homeless = isinstance(matcher, ConfigMatcher) and matcher.is_homeless(module.name)
-    return f"is neither ignored nor targeted, which {engine} refuses" if homeless else None
+    unmatched = isinstance(matcher, ConfigMatcher) and matcher.is_unmatched(module.name)
+    return f"is neither ignored nor targeted, which {engine} refuses" if unmatched else None
 
 
 def _mtp_prefix(facts: Facts, module: Module, engine: str, ranks: int) -> str | None:
@@ -113,73 +113,80 @@ def _tower_size(facts: Facts, module: Module, engine: str, ranks: int) -> str | 
 def _names_rule(sources: Mapping[str, str], methods: Collection[str]) -> Rule:
     """The rule for the engines that read configs of these methods."""
     return Rule(
-        RULE_OF_NAMES,
-        "the config alone predicts the tensors of every module, fused names included",
-        "engines build a module by the config and then look for its tensors; what is missing stays uninitialised",
-        sources,
-        "No config that is known to load describes this; use a built-in recipe, or its patterns.",
-        lambda facts, module: facts.method in methods and is_linear(module),
-        _names,
+        id=RULE_OF_NAMES,
+        demand="the config alone predicts the tensors of every module, fused names included",
+        why="engines build a module by the config and then look for its tensors; what is missing stays uninitialised",
+        sources=sources,
+        fix="No config that is known to load describes this; use a built-in recipe, or its patterns.",
+        concerns=lambda facts, module: facts.method in methods and is_linear(module),
+        problem=_names,
     )
 
 
 RULES = (
     Rule(
-        "architectures",
-        "config.json names the model's class in architectures",
-        "the class is chosen by it",
-        {
+        id="architectures",
+        demand="config.json names the model's class in architectures",
+        why="the class is chosen by it",
+        sources={
             "vLLM": "model_executor/models/registry.py: inspect_model_cls; config/model.py: ModelConfig",
             "SGLang": "srt/configs/model_config.py: ModelConfig",
         },
-        'Add it as the publisher has it, as in "architectures": ["Glm4MoeForCausalLM"].',
-        lambda facts, module: (
+        fix='Add it as the publisher has it, as in "architectures": ["Glm4MoeForCausalLM"].',
+        concerns=lambda facts, module: (
             facts.whole is not None and module.name.role is Role.EMBEDDING and not facts.is_mtp(module)
         ),
-        _no_architecture,
+        problem=_no_architecture,
     ),
     Rule(
-        "vision-sizes",
-        "vision_config gives sizes of a Kimi's tower other than the published ones as hidden_size and so on",
-        "keys that begin with vt_ are not read; a tower of other sizes is built, and the load stops",
-        dict(zip(BOTH, ("model_executor/models/kimi_k25_vit.py", "srt/models/kimi_k25.py"), strict=True)),
-        "Give vision_config the sizes without the prefix vt_, too, and pos_emb_height and so on with the prefix init_.",
-        lambda facts, module: (
+        id="vision-sizes",
+        demand="vision_config gives sizes of a Kimi's tower other than the published ones as hidden_size and so on",
+        why="keys that begin with vt_ are not read; a tower of other sizes is built, and the load stops",
+        sources=dict(zip(BOTH, ("model_executor/models/kimi_k25_vit.py", "srt/models/kimi_k25.py"), strict=True)),
+        fix="Give vision_config the sizes without the prefix vt_, too, and pos_emb_height and so on with the "
+        "prefix init_.",
+        concerns=lambda facts, module: (
             facts.whole is not None
             and module.name.role is Role.VISION
             and str(module.name).endswith("patch_embed.proj.weight")
         ),
-        _tower_size,
+        problem=_tower_size,
     ),
     Rule(
-        "mtp-prefix",
-        "the config says the same of the MTP layer under model.decoder as under its number",
-        "SGLang builds the MTP layer under another prefix",
-        {"SGLang": "srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py: prefix of the decoder"},
-        "Write (layers.N|decoder) in patterns that hold the layer's number.",
-        lambda facts, module: facts.method == "compressed-tensors" and facts.is_mtp(module) and is_linear(module),
-        _mtp_prefix,
+        id="mtp-prefix",
+        demand="the config says the same of the MTP layer under model.decoder as under its number",
+        why="SGLang builds the MTP layer under another prefix",
+        sources={
+            "SGLang": "srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py: prefix of the decoder"
+        },
+        fix="Write (layers.N|decoder) in patterns that hold the layer's number.",
+        concerns=lambda facts, module: (
+            facts.method == "compressed-tensors" and facts.is_mtp(module) and is_linear(module)
+        ),
+        problem=_mtp_prefix,
     ),
     Rule(
-        "exclude-layers",
-        "an entry of ModelOpt's list for one layer covers no other",
-        "an entry covers every name that it is a part of, and `*` any digits",
-        {engine: f"{path}: is_layer_excluded" for engine, path in _MODELOPT.items()},
-        "Write model.layers.7.* for layer 7.",
-        lambda facts, module: facts.method == "modelopt" and module.encoding is NVFP4 and module.name.layer is not None,
-        _excluded_too,
+        id="exclude-layers",
+        demand="an entry of ModelOpt's list for one layer covers no other",
+        why="an entry covers every name that it is a part of, and `*` any digits",
+        sources={engine: f"{path}: is_layer_excluded" for engine, path in _MODELOPT.items()},
+        fix="Write model.layers.7.* for layer 7.",
+        concerns=lambda facts, module: (
+            facts.method == "modelopt" and module.encoding is NVFP4 and module.name.layer is not None
+        ),
+        problem=_excluded_too,
     ),
     Rule(
-        "modelopt-mtp-head",
-        "ModelOpt's list covers the MTP layer's head as vLLM calls it, model.layers.N.head",
-        "it is built with the quantization config, and stops at scales that were never loaded",
-        {
+        id="modelopt-mtp-head",
+        demand="ModelOpt's list covers the MTP layer's head as vLLM calls it, model.layers.N.head",
+        why="it is built with the quantization config, and stops at scales that were never loaded",
+        sources={
             "vLLM": f"model_executor/models/deepseek_mtp.py: SharedHead; {_MODELOPT['vLLM']}: get_quant_method, "
             "KNvfp4Static.process"
         },
-        "Add *.layers.N.head to the list.",
-        lambda facts, module: facts.method == "modelopt" and module.name.role is Role.MTP_PROJECTION,
-        _mtp_head,
+        fix="Add *.layers.N.head to the list.",
+        concerns=lambda facts, module: facts.method == "modelopt" and module.name.role is Role.MTP_PROJECTION,
+        problem=_mtp_head,
     ),
     _names_rule(
         {engine: f"{path}: should_ignore_layer, find_matched_target" for engine, path in _CT_UTILS.items()},
@@ -189,48 +196,48 @@ RULES = (
         {"transformers": "compressed_tensors/utils/match.py: is_match, match_targets"}, ("compressed-tensors",)
     ),
     Rule(
-        "no-target",
-        "every linear module is ignored or has a target",
-        "the lookup stops at a module that matches nothing",
-        {"SGLang": f"{_CT_UTILS['SGLang']}: find_matched_target"},
-        "Give one group the target Linear, or name the module in `ignore`.",
-        lambda facts, module: facts.method == "compressed-tensors" and is_linear(module),
-        _homeless,
+        id="no-target",
+        demand="every linear module is ignored or has a target",
+        why="the lookup stops at a module that matches nothing",
+        sources={"SGLang": f"{_CT_UTILS['SGLang']}: find_matched_target"},
+        fix="Give one group the target Linear, or name the module in `ignore`.",
+        concerns=lambda facts, module: facts.method == "compressed-tensors" and is_linear(module),
+        problem=_homeless,
     ),
     Rule(
-        "top-level-format",
-        "the top-level format of INT4 experts is pack-quantized",
-        "the experts' scheme looks at no other, mixed-precision is refused",
-        {
+        id="top-level-format",
+        demand="the top-level format of INT4 experts is pack-quantized",
+        why="the experts' scheme looks at no other, mixed-precision is refused",
+        sources={
             "SGLang": "srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16_moe.py: "
             "CompressedTensorsWNA16MoE"
         },
-        'Set "format": "pack-quantized" in quantization_config.',
-        lambda facts, module: module.name.role is Role.ROUTED_EXPERT and module.encoding is INT4,
-        _top_format,
+        fix='Set "format": "pack-quantized" in quantization_config.',
+        concerns=lambda facts, module: module.name.role is Role.ROUTED_EXPERT and module.encoding is INT4,
+        problem=_top_format,
     ),
     Rule(
-        "experts-target",
-        "the first regex target with the word experts is that of the routed experts' group",
-        "all experts get the scheme of the group that it belongs to",
-        {"transformers": "integrations/compressed_tensors.py: get_experts_scheme"},
-        "Give the routed experts of all main layers one format.",
-        lambda facts, module: (
+        id="experts-target",
+        demand="the first regex target with the word experts is that of the routed experts' group",
+        why="all experts get the scheme of the group that it belongs to",
+        sources={"transformers": "integrations/compressed_tensors.py: get_experts_scheme"},
+        fix="Give the routed experts of all main layers one format.",
+        concerns=lambda facts, module: (
             facts.method == "compressed-tensors"
             and module.name.role is Role.ROUTED_EXPERT
             and not facts.is_mtp(module)
             and any(form for layer, form in facts.routed.items() if not facts.is_mtp_layer(layer))
         ),
-        _experts_target,
+        problem=_experts_target,
     ),
     Rule(
-        "modelopt-unread",
-        "the checkpoint is not in ModelOpt's format",
-        "there is no quantizer of that name",
-        {"transformers": "quantizers/auto.py: AUTO_QUANTIZER_MAPPING"},
-        "Convert with --format compressed-tensors to load it there.",
-        lambda facts, module: facts.method == "modelopt" and module.encoding is NVFP4,
-        lambda facts, module, engine, ranks: f"is {module.label} of ModelOpt, which {engine} does not read",
-        Status.WARNING,
+        id="modelopt-unread",
+        demand="the checkpoint is not in ModelOpt's format",
+        why="there is no quantizer of that name",
+        sources={"transformers": "quantizers/auto.py: AUTO_QUANTIZER_MAPPING"},
+        fix="Convert with --format compressed-tensors to load it there.",
+        concerns=lambda facts, module: facts.method == "modelopt" and module.encoding is NVFP4,
+        problem=lambda facts, module, engine, ranks: f"is {module.label} of ModelOpt, which {engine} does not read",
+        severity=Status.WARNING,
     ),
 )

@@ -53,7 +53,7 @@ class Module:
             format=weight.encoding.format(weight),
             scales=scales,
             within=weight.within,
-            turned=weight.slab is not None,
+            turned=weight.fused_columns is not None,
         )
 
     @property

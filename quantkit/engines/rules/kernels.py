@@ -74,118 +74,120 @@ def _by_backend(facts: Facts, module: Module, engine: str, ranks: int) -> str | 
 
 RULES = (
     Rule(
-        "int4-group-size",
-        f"INT4 groups are of {', '.join(map(str, INT4.group_sizes))} columns",
-        "the Marlin kernels take no other",
-        {
+        id="int4-group-size",
+        demand=f"INT4 groups are of {', '.join(map(str, INT4.group_sizes))} columns",
+        why="the Marlin kernels take no other",
+        sources={
             "vLLM": "model_executor/layers/quantization/utils/marlin_utils.py: check_moe_marlin_supports_config",
             "SGLang": "srt/layers/quantization/marlin_utils.py: check_moe_marlin_supports_layer",
         },
-        "Convert with --group-size 32.",
-        _is_int4,
-        _marlin,
-        Status.WARNING,
+        fix="Convert with --group-size 32.",
+        concerns=_is_int4,
+        problem=_marlin,
+        severity=Status.WARNING,
     ),
     Rule(
-        "int4-blackwell",
-        "INT4 experts for Blackwell have groups of 32 or 128",
-        "the Triton kernel that is chosen there takes no other; Marlin is second choice",
-        {"SGLang": f"{_CT}/compressed_tensors.py: get_moe_scheme, _is_wna16_triton_moe_supported"},
-        "Convert with --group-size 32.",
-        _is_int4_expert,
-        _blackwell,
-        Status.WARNING,
+        id="int4-blackwell",
+        demand="INT4 experts for Blackwell have groups of 32 or 128",
+        why="the Triton kernel that is chosen there takes no other; Marlin is second choice",
+        sources={"SGLang": f"{_CT}/compressed_tensors.py: get_moe_scheme, _is_wna16_triton_moe_supported"},
+        fix="Convert with --group-size 32.",
+        concerns=_is_int4_expert,
+        problem=_blackwell,
+        severity=Status.WARNING,
     ),
     Rule(
-        "int4-flashinfer",
-        "INT4 experts for the FlashInfer TRT-LLM kernel have groups of 32",
-        "the fastest kernel on Blackwell takes no other",
-        {
+        id="int4-flashinfer",
+        demand="INT4 experts for the FlashInfer TRT-LLM kernel have groups of 32",
+        why="the fastest kernel on Blackwell takes no other",
+        sources={
             "vLLM": "model_executor/layers/fused_moe/experts/trtllm_mxint4_moe.py: _supports_quant_scheme",
             "SGLang": f"{_CT}/schemes/compressed_tensors_w4a4_mxint4_moe.py",
         },
-        "Convert with --group-size 32.",
-        _is_int4_expert,
-        _flashinfer,
-        Status.WARNING,
+        fix="Convert with --group-size 32.",
+        concerns=_is_int4_expert,
+        problem=_flashinfer,
+        severity=Status.WARNING,
     ),
     Rule(
-        "signed-scales",
-        "INT4 scales are not negative",
-        "some paths take the largest scale for the largest magnitude; others are not proved",
-        {
+        id="signed-scales",
+        demand="INT4 scales are not negative",
+        why="some paths take the largest scale for the largest magnitude; others are not proved",
+        sources={
             "vLLM": "model_executor/layers/quantization/utils/marlin_utils.py: marlin_act_int8_process_scales",
             "SGLang": "srt/layers/quantization/marlin_utils.py: no test of it was found",
         },
-        "Convert with --scale search.",
-        lambda facts, module: _is_int4(facts, module) and facts.signed,
-        lambda facts, module, engine, ranks: f"may have negative scales, which are not proved in {engine}",
-        Status.WARNING,
+        fix="Convert with --scale search.",
+        concerns=lambda facts, module: _is_int4(facts, module) and facts.signed,
+        problem=lambda facts, module, engine, ranks: f"may have negative scales, which are not proved in {engine}",
+        severity=Status.WARNING,
     ),
     Rule(
-        "w4a4",
-        "NVFP4 with scaled activations runs on SM100 or later",
-        "below, both engines serve the weights alone",
-        {
+        id="w4a4",
+        demand="NVFP4 with scaled activations runs on SM100 or later",
+        why="below, both engines serve the weights alone",
+        sources={
             "vLLM": "model_executor/layers/fused_moe/oracle/nvfp4.py; model_executor/kernels/linear/nvfp4/marlin.py",
             "SGLang": f"{_CT}/compressed_tensors.py: _get_scheme_from_parts, get_moe_scheme",
         },
-        "On Hopper, a weight-only checkpoint says what is served.",
-        lambda facts, module: module.encoding is NVFP4 and is_linear(module),
-        _w4a4,
-        Status.WARNING,
+        fix="On Hopper, a weight-only checkpoint says what is served.",
+        concerns=lambda facts, module: module.encoding is NVFP4 and is_linear(module),
+        problem=_w4a4,
+        severity=Status.WARNING,
     ),
     Rule(
-        "nvfp4-experts",
-        "no routed expert is NVFP4",
-        "the global scales of experts are left out (huggingface/transformers issue 48371)",
-        {"transformers": "integrations/compressed_tensors.py: DecompressExperts"},
-        "Serve it with vLLM or SGLang, or divide the experts by their global scales once they are loaded.",
-        lambda facts, module: (
+        id="nvfp4-experts",
+        demand="no routed expert is NVFP4",
+        why="the global scales of experts are left out (huggingface/transformers issue 48371)",
+        sources={"transformers": "integrations/compressed_tensors.py: DecompressExperts"},
+        fix="Serve it with vLLM or SGLang, or divide the experts by their global scales once they are loaded.",
+        concerns=lambda facts, module: (
             module.encoding is NVFP4 and module.name.role is Role.ROUTED_EXPERT and facts.method == "compressed-tensors"
         ),
-        lambda facts, module, engine, ranks: f"is {module.label}; {engine} loads it multiplied by its global scale",
-        Status.WARNING,
+        problem=lambda facts, module, engine, ranks: (
+            f"is {module.label}; {engine} loads it multiplied by its global scale"
+        ),
+        severity=Status.WARNING,
     ),
     Rule(
-        "kv-scales",
-        "an MLA checkpoint for vLLM needs no scale of its KV cache",
-        "two name mappers in a row leave a name that no parameter has",
-        {
+        id="kv-scales",
+        demand="an MLA checkpoint for vLLM needs no scale of its KV cache",
+        why="two name mappers in a row leave a name that no parameter has",
+        sources={
             "vLLM": "model_executor/layers/quantization/base_config.py: get_cache_scale_mapper; "
             "model_executor/model_loader/weight_utils.py: maybe_remap_kv_scale_name"
         },
-        "Serve with the scale 1.0, or leave --kv-cache-dtype auto.",
-        _kv_scale,
-        _ignored,
-        Status.WARNING,
+        fix="Serve with the scale 1.0, or leave --kv-cache-dtype auto.",
+        concerns=_kv_scale,
+        problem=_ignored,
+        severity=Status.WARNING,
     ),
     Rule(
-        "kv-scales",
-        "an MLA checkpoint with scales of its KV cache is served with --attention-backend triton",
-        "backends write the cache unscaled, and some of them scale what they read",
-        {
+        id="kv-scales",
+        demand="an MLA checkpoint with scales of its KV cache is served with --attention-backend triton",
+        why="backends write the cache unscaled, and some of them scale what they read",
+        sources={
             "SGLang": "srt/mem_cache/memory_pool.py: MLATokenToKVPool; srt/layers/attention/triton_backend.py, "
             f"trtllm_mla_backend.py, flashmla_backend.py, flashattention_backend.py; {_DSV2_LOADER}: do_load_weights"
         },
-        "Give SGLang --attention-backend triton.",
-        _kv_scale,
-        _by_backend,
-        Status.FLAG,
+        fix="Give SGLang --attention-backend triton.",
+        concerns=_kv_scale,
+        problem=_by_backend,
+        severity=Status.FLAG,
     ),
     Rule(
-        "folded-kv-scales",
-        "where KV scales are folded into the weights, no others are stored",
-        "the engine's own scale must be 1.0, as it is where none is stored: else the cache is divided twice",
-        {
+        id="folded-kv-scales",
+        demand="where KV scales are folded into the weights, no others are stored",
+        why="the engine's own scale must be 1.0, as it is where none is stored: else the cache is divided twice",
+        sources={
             "vLLM": "model_executor/layers/quantization/kv_cache.py: BaseKVCacheMethod.process_weights_after_loading",
             "SGLang": f"{_DSV2_LOADER}: do_load_weights",
         },
-        "Take the stored scales out, unless they are 1.0.",
-        lambda facts, module: facts.folded and (module.name.leaf in KV_SCALES or module.projection in _CACHED),
-        lambda facts, module, engine, ranks: (
+        fix="Take the stored scales out, unless they are 1.0.",
+        concerns=lambda facts, module: facts.folded and (module.name.leaf in KV_SCALES or module.projection in _CACHED),
+        problem=lambda facts, module, engine, ranks: (
             f"has a {module.name.leaf} beside folded scales" if module.name.leaf in KV_SCALES else None
         ),
-        Status.WARNING,
+        severity=Status.WARNING,
     ),
 )

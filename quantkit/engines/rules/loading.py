@@ -86,82 +86,84 @@ def _merged_blocks(facts: Facts, module: Module, engine: str, ranks: int) -> str
 
 RULES = (
     Rule(
-        "fused-partners",
-        "modules that are fused into one have one format",
-        "a fused module has one scheme and one set of parameters: vLLM stops, SGLang may leave the others unwritten",
-        {
+        id="fused-partners",
+        demand="modules that are fused into one have one format",
+        why="a fused module has one scheme and one set of parameters: vLLM stops, SGLang may leave the others "
+        "unwritten",
+        sources={
             "vLLM": f"{_VLLM_CT}/utils.py: should_ignore_layer",
             "SGLang": "srt/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",
         },
-        "Give gate and up, q_a and kv_a, q, k and v, and all experts of a layer one scheme.",
-        _is_fused,
-        _other_format,
+        fix="Give gate and up, q_a and kv_a, q, k and v, and all experts of a layer one scheme.",
+        concerns=_is_fused,
+        problem=_other_format,
     ),
     Rule(
-        "plain-modules",
-        "router, embedding, eh_proj and norms are plain",
-        "they are built without a quantization config: packed ones stop vLLM, and SGLang leaves their weight unwritten",
-        {
+        id="plain-modules",
+        demand="router, embedding, eh_proj and norms are plain",
+        why="they are built without a quantization config: packed ones stop vLLM, and SGLang leaves their weight "
+        "unwritten",
+        sources={
             "vLLM": "models/deepseek_v32/nvidia/mtp.py: DeepseekV32MultiTokenPredictorLayer; "
             "model_executor/models/deepseek_mtp.py: DeepSeekMultiTokenPredictorLayer",
             "SGLang": "srt/models/deepseek_nextn.py: DeepseekModelNextN; srt/models/deepseek_v2.py: MoEGate",
         },
-        "Give their roles the scheme keep or bf16.",
-        lambda facts, module: module.name.role in _NEVER,
-        _not_plain,
+        fix="Give their roles the scheme keep or bf16.",
+        concerns=lambda facts, module: module.name.role in _NEVER,
+        problem=_not_plain,
     ),
     Rule(
-        "kv-b",
-        "kv_b_proj is plain, or FP8 of a kind that SGLang decodes",
-        "its `weight` is taken apart when it is loaded; vLLM multiplies any format with an identity matrix",
-        {"SGLang": f"{_DSV2_LOADER}: post_load_weights, _resolve_layer_weight_block_size"},
-        "Give the role kv_b the scheme bf16.",
-        lambda facts, module: module.name.role is Role.KV_B and is_linear(module),
-        _kv_b,
+        id="kv-b",
+        demand="kv_b_proj is plain, or FP8 of a kind that SGLang decodes",
+        why="its `weight` is taken apart when it is loaded; vLLM multiplies any format with an identity matrix",
+        sources={"SGLang": f"{_DSV2_LOADER}: post_load_weights, _resolve_layer_weight_block_size"},
+        fix="Give the role kv_b the scheme bf16.",
+        concerns=lambda facts, module: module.name.role is Role.KV_B and is_linear(module),
+        problem=_kv_b,
     ),
     Rule(
-        "qkv-a",
-        "q_a_proj and kv_a_proj_with_mqa are neither INT4 nor compressed-tensors' NVFP4",
-        "the loader joins all tensors of the two row by row, shapes and global scales, too",
-        {"SGLang": f"{_DSV2_LOADER}: do_load_weights; srt/layers/linear.py: ReplicatedLinear.weight_loader"},
-        "Narrow the rule for the role attention by modules: .*(q_b|o)_proj (of ModelOpt, NVFP4 is loaded).",
-        lambda facts, module: module.projection in ("q_a_proj", "kv_a_proj_with_mqa") and is_linear(module),
-        _qkv_a,
+        id="qkv-a",
+        demand="q_a_proj and kv_a_proj_with_mqa are neither INT4 nor compressed-tensors' NVFP4",
+        why="the loader joins all tensors of the two row by row, shapes and global scales, too",
+        sources={"SGLang": f"{_DSV2_LOADER}: do_load_weights; srt/layers/linear.py: ReplicatedLinear.weight_loader"},
+        fix="Narrow the rule for the role attention by modules: .*(q_b|o)_proj (of ModelOpt, NVFP4 is loaded).",
+        concerns=lambda facts, module: module.projection in ("q_a_proj", "kv_a_proj_with_mqa") and is_linear(module),
+        problem=_qkv_a,
     ),
     Rule(
-        "indexer",
-        "indexer.wk and weights_proj are plain; wk may be in FP8 blocks",
-        "both are loaded into one BF16 parameter, wk_weights_proj",
-        {
+        id="indexer",
+        demand="indexer.wk and weights_proj are plain; wk may be in FP8 blocks",
+        why="both are loaded into one BF16 parameter, wk_weights_proj",
+        sources={
             "vLLM": "models/deepseek_v32/attention.py: Indexer; "
             "model_executor/models/deepseek_v2.py: _try_load_fp8_indexer_wk",
             "SGLang": f"srt/layers/attention/dsa/dsa_indexer.py: Indexer; {_DSV2_LOADER}: _load_fused_indexer_wk",
         },
-        "Give the roles indexer and indexer_weights the scheme keep or bf16.",
-        lambda facts, module: (
+        fix="Give the roles indexer and indexer_weights the scheme keep or bf16.",
+        concerns=lambda facts, module: (
             module.name.role in _INDEXER and module.projection in ("wk", "weights_proj") and is_linear(module)
         ),
-        _indexer,
+        problem=_indexer,
     ),
     Rule(
-        "modelopt-mtp",
-        "the MTP layer of a ModelOpt checkpoint is plain",
-        "the draft model is built without the quantization config",
-        {"SGLang": "srt/models/deepseek_nextn.py: DeepseekModelNextN; srt/models/glm4_moe_nextn.py"},
-        "Give --mtp keep --rest bf16, or --format compressed-tensors.",
-        lambda facts, module: facts.method == "modelopt" and facts.is_mtp(module) and is_linear(module),
-        _mtp_of_modelopt,
+        id="modelopt-mtp",
+        demand="the MTP layer of a ModelOpt checkpoint is plain",
+        why="the draft model is built without the quantization config",
+        sources={"SGLang": "srt/models/deepseek_nextn.py: DeepseekModelNextN; srt/models/glm4_moe_nextn.py"},
+        fix="Give --mtp keep --rest bf16, or --format compressed-tensors.",
+        concerns=lambda facts, module: facts.method == "modelopt" and facts.is_mtp(module) and is_linear(module),
+        problem=_mtp_of_modelopt,
     ),
     Rule(
-        "merged-blocks",
-        "for FP8 blocks that are merged with others, the class Linear has the same block in the config",
-        "their scales are cut by that block, whatever group they belong to; without one, the load stops",
-        {
+        id="merged-blocks",
+        demand="for FP8 blocks that are merged with others, the class Linear has the same block in the config",
+        why="their scales are cut by that block, whatever group they belong to; without one, the load stops",
+        sources={
             "SGLang": "srt/layers/linear.py: MergedColumnParallelLinear, QKVParallelLinear (weight_loader_v2); "
             "srt/layers/quantization/compressed_tensors/compressed_tensors.py: weight_block_size"
         },
-        "Respell a checkpoint of quantkit with quantkit convert --respell; else give these roles the scheme bf16.",
-        lambda facts, module: (
+        fix="Respell a checkpoint of quantkit with quantkit convert --respell; else give these roles the scheme bf16.",
+        concerns=lambda facts, module: (
             facts.method == "compressed-tensors"
             and is_linear(module)
             and module.format is not None
@@ -169,6 +171,6 @@ RULES = (
             and module.name.role is not Role.ROUTED_EXPERT
             and module.projection in ("gate_proj", "up_proj", "q_proj", "k_proj", "v_proj")
         ),
-        _merged_blocks,
+        problem=_merged_blocks,
     ),
 )

@@ -28,10 +28,10 @@ class Rule:
     """One thing that engines demand of a module.
 
     sources   engine -> file and function that it was read from
-    mend      the flag or the change of a recipe or config that helps
+    fix       the flag or the change of a recipe or config that helps
     concerns  whether the rule is about a module
     problem   what is wrong with a module for an engine and a number of ranks, or None
-    breach    the status where something is wrong
+    severity  the status where something is wrong
     shared    the size that the ranks share, for a rule that depends on their number
     """
 
@@ -39,10 +39,10 @@ class Rule:
     demand: str
     why: str
     sources: Mapping[str, str]
-    mend: str
+    fix: str
     concerns: Concern
     problem: Problem
-    breach: Status = Status.BROKEN
+    severity: Status = Status.BROKEN
     shared: Callable[[Facts, Module], int] | None = None
 
 

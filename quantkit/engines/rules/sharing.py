@@ -67,39 +67,40 @@ def _excludes_shared_experts(facts: Facts, engine: str) -> bool:
 
 RULES = (
     Rule(
-        "linear-target",
-        "the INT4 group has the literal target Linear, where shared experts are not INT4",
-        "by that word alone it is seen that the shared expert cannot be fused with INT4 experts",
-        {"SGLang": "srt/models/deepseek_common/utils.py: is_wint4afp8_or_wint4a16_config"},
-        "Give SGLang --disable-shared-experts-fusion, or the INT4 group the target Linear.",
-        _stops_at_int4,
-        _linear_target,
-        Status.FLAG,
+        id="linear-target",
+        demand="the INT4 group has the literal target Linear, where shared experts are not INT4",
+        why="by that word alone it is seen that the shared expert cannot be fused with INT4 experts",
+        sources={"SGLang": "srt/models/deepseek_common/utils.py: is_wint4afp8_or_wint4a16_config"},
+        fix="Give SGLang --disable-shared-experts-fusion, or the INT4 group the target Linear.",
+        concerns=_stops_at_int4,
+        problem=_linear_target,
+        severity=Status.FLAG,
     ),
     Rule(
-        "shared-experts",
-        "a shared expert that is fused with 4-bit routed experts has their format",
-        "it is renamed to one more routed expert and finds no parameter: GLM-4.x stops, others leave it out silently",
-        {
+        id="shared-experts",
+        demand="a shared expert that is fused with 4-bit routed experts has their format",
+        why="it is renamed to one more routed expert and finds no parameter: GLM-4.x stops, others leave it out "
+        "silently",
+        sources={
             "SGLang": "srt/models/deepseek_v2.py, glm4_moe.py, glm4_moe_lite.py: shared_experts_fusion_disable_reason; "
             "srt/layers/quantization/modelopt_quant.py: can_fuse_shared_expert"
         },
-        "Give SGLang --disable-shared-experts-fusion, or the role shared_expert the routed experts' scheme.",
-        _may_be_fused,
-        _shared_experts,
-        Status.FLAG,
+        fix="Give SGLang --disable-shared-experts-fusion, or the role shared_expert the routed experts' scheme.",
+        concerns=_may_be_fused,
+        problem=_shared_experts,
+        severity=Status.FLAG,
     ),
     Rule(
-        "shared-experts-apart",
-        "a shared expert of GLM-4.5 to 4.7 that is not fused has a tensor called weight",
-        "its dtype is looked at where experts are not fused, and the load stops: with --disable-shared-experts-fusion, "
-        "expert parallelism or DeepEP",
-        {"SGLang": "srt/models/glm4_moe.py: Glm4MoeSparseMoeBlock"},
-        "Serve it with tensor parallelism and without that flag, or give the role shared_expert the scheme bf16.",
-        lambda facts, module: (
+        id="shared-experts-apart",
+        demand="a shared expert of GLM-4.5 to 4.7 that is not fused has a tensor called weight",
+        why="its dtype is looked at where experts are not fused, and the load stops: with "
+        "--disable-shared-experts-fusion, expert parallelism or DeepEP",
+        sources={"SGLang": "srt/models/glm4_moe.py: Glm4MoeSparseMoeBlock"},
+        fix="Serve it with tensor parallelism and without that flag, or give the role shared_expert the scheme bf16.",
+        concerns=lambda facts, module: (
             facts.model_type == "glm4_moe" and module.name.role is Role.SHARED_EXPERT and is_linear(module)
         ),
-        _packed_apart,
-        Status.WARNING,
+        problem=_packed_apart,
+        severity=Status.WARNING,
     ),
 )

@@ -113,95 +113,95 @@ def _experts(facts: Facts, module: Module, engine: str, ranks: int) -> str | Non
 
 RULES = (
     Rule(
-        "experts",
-        "there are no fewer routed experts than ranks",
-        "tensor parallelism over more ranks is refused, though it cuts each expert and shares out none",
-        {"SGLang": "srt/models/deepseek_v2.py, glm4_moe.py: DeepseekV2MoE, Glm4MoeSparseMoeBlock"},
-        "Serve it on fewer ranks.",
-        lambda facts, module: module.name.role is Role.ROUTED_EXPERT and is_linear(module),
-        _experts,
+        id="experts",
+        demand="there are no fewer routed experts than ranks",
+        why="tensor parallelism over more ranks is refused, though it cuts each expert and shares out none",
+        sources={"SGLang": "srt/models/deepseek_v2.py, glm4_moe.py: DeepseekV2MoE, Glm4MoeSparseMoeBlock"},
+        fix="Serve it on fewer ranks.",
+        concerns=lambda facts, module: module.name.role is Role.ROUTED_EXPERT and is_linear(module),
+        problem=_experts,
         shared=_shared,
     ),
     Rule(
-        "heads",
-        "ranks divide the attention heads, and cached heads divide the ranks or the other way round",
-        "a head is on one rank",
-        {
+        id="heads",
+        demand="ranks divide the attention heads, and cached heads divide the ranks or the other way round",
+        why="a head is on one rank",
+        sources={
             "vLLM": "config/model.py: verify_with_parallel_config; model_executor/models/llama.py: LlamaAttention",
             "SGLang": "srt/models/llama.py: LlamaAttention; srt/models/deepseek_v2.py: DeepseekV2AttentionMLA",
         },
-        "Serve it on a number of ranks that divides the heads (in SGLang, also with --enable-dp-attention).",
-        lambda facts, module: (
+        fix="Serve it on a number of ranks that divides the heads (in SGLang, also with --enable-dp-attention).",
+        concerns=lambda facts, module: (
             module.name.role is Role.ATTENTION and module.projection in ("q_proj", "q_b_proj") and is_linear(module)
         ),
-        _heads,
+        problem=_heads,
         shared=_shared,
     ),
     Rule(
-        "fp8-merged",
-        "of FP8 blocks in a fused module, only the last part's rows may be no whole number of blocks",
-        "the scales of the parts are stacked",
-        _FP8_UTILS,
-        "Give these roles the scheme bf16.",
-        lambda facts, module: (
+        id="fp8-merged",
+        demand="of FP8 blocks in a fused module, only the last part's rows may be no whole number of blocks",
+        why="the scales of the parts are stacked",
+        sources=_FP8_UTILS,
+        fix="Give these roles the scheme bf16.",
+        concerns=lambda facts, module: (
             _is_fp8_block(module)
             and is_linear(module)
             and module.name.fused_projection is not None
             and module.projection not in _LAST_MERGED
         ),
-        _merged_rows,
+        problem=_merged_rows,
     ),
     Rule(
-        "int4-groups",
-        "a rank's columns of an INT4 weight are whole groups",
-        "SGLang cuts the last group of experts off without a word; vLLM stops",
-        {
+        id="int4-groups",
+        demand="a rank's columns of an INT4 weight are whole groups",
+        why="SGLang cuts the last group of experts off without a word; vLLM stops",
+        sources={
             "vLLM": "model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/"
             "compressed_tensors_moe_wna16.py and schemes/compressed_tensors_wNa16.py: create_weights",
             "SGLang": "srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16_moe.py and "
             "compressed_tensors_wNa16.py: create_weights",
         },
-        f"{_FEWER_RANKS} Or convert with a smaller --group-size.",
-        lambda facts, module: _is_split_by_groups(facts, module, INT4),
-        _groups,
+        fix=f"{_FEWER_RANKS} Or convert with a smaller --group-size.",
+        concerns=lambda facts, module: _is_split_by_groups(facts, module, INT4),
+        problem=_groups,
         shared=_columns,
     ),
     Rule(
-        "nvfp4-groups",
-        "a rank's columns of an NVFP4 weight are whole groups of 16",
-        "scales are shared out with the columns",
-        {
+        id="nvfp4-groups",
+        demand="a rank's columns of an NVFP4 weight are whole groups of 16",
+        why="scales are shared out with the columns",
+        sources={
             "vLLM": "model_executor/layers/quantization/modelopt.py: KNvfp4Static.create_weights",
             "SGLang": "srt/layers/quantization/modelopt_quant.py: ModelOptFp4LinearMethod.create_weights",
         },
-        _FEWER_RANKS,
-        lambda facts, module: _is_split_by_groups(facts, module, NVFP4),
-        _groups,
+        fix=_FEWER_RANKS,
+        concerns=lambda facts, module: _is_split_by_groups(facts, module, NVFP4),
+        problem=_groups,
         shared=_columns,
     ),
     Rule(
-        "int4-tiles",
-        f"a rank's part of a dense INT4 weight has rows by {_TILE_ROWS} and columns by {_TILE_COLUMNS}",
-        "the Marlin kernel has no smaller tile, and SGLang does not heed its own check; vLLM pads with zeros",
-        {
+        id="int4-tiles",
+        demand=f"a rank's part of a dense INT4 weight has rows by {_TILE_ROWS} and columns by {_TILE_COLUMNS}",
+        why="the Marlin kernel has no smaller tile, and SGLang does not heed its own check; vLLM pads with zeros",
+        sources={
             "SGLang": "srt/layers/quantization/marlin_utils.py: verify_marlin_supports_shape; "
             "compressed_tensors/schemes/compressed_tensors_wNa16.py: process_weights_after_loading"
         },
-        "Serve it on fewer ranks, or give its role the scheme keep or bf16.",
-        lambda facts, module: (
+        fix="Serve it on fewer ranks, or give its role the scheme keep or bf16.",
+        concerns=lambda facts, module: (
             module.encoding is INT4 and module.name.role is not Role.ROUTED_EXPERT and is_linear(module)
         ),
-        _tiles,
+        problem=_tiles,
         shared=_shared,
     ),
     Rule(
-        "fp8-blocks",
-        "a rank's part of an FP8 block weight is whole blocks",
-        "a block's scale cannot be shared by two ranks",
-        _FP8_UTILS,
-        "Serve it on fewer ranks, or convert with --rest bf16.",
-        lambda facts, module: _is_fp8_block(module) and module.projection in _BY_COLUMNS | _BY_ROWS,
-        _blocks,
+        id="fp8-blocks",
+        demand="a rank's part of an FP8 block weight is whole blocks",
+        why="a block's scale cannot be shared by two ranks",
+        sources=_FP8_UTILS,
+        fix="Serve it on fewer ranks, or convert with --rest bf16.",
+        concerns=lambda facts, module: _is_fp8_block(module) and module.projection in _BY_COLUMNS | _BY_ROWS,
+        problem=_blocks,
         shared=_shared,
     ),
 )

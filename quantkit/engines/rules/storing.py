@@ -54,77 +54,78 @@ def _router_bias(facts: Facts, module: Module, engine: str, ranks: int) -> str |
 
 RULES = (
     Rule(
-        "surplus-indexer",
-        "layers that share another's indexer carry none",
-        "the CUDA loader finds no parameter for such a tensor and stops",
-        {"vLLM": "models/deepseek_v32/nvidia/model.py: load_weights; models/deepseek_v32/attention.py"},
-        "Take these tensors out of the source.",
-        lambda facts, module: facts.model_type in _DSA and ".indexer." in module.name.module,
-        _surplus_indexer,
+        id="surplus-indexer",
+        demand="layers that share another's indexer carry none",
+        why="the CUDA loader finds no parameter for such a tensor and stops",
+        sources={"vLLM": "models/deepseek_v32/nvidia/model.py: load_weights; models/deepseek_v32/attention.py"},
+        fix="Take these tensors out of the source.",
+        concerns=lambda facts, module: facts.model_type in _DSA and ".indexer." in module.name.module,
+        problem=_surplus_indexer,
     ),
     Rule(
-        "shared-globals",
-        "NVFP4 weights that are fused have one global scale",
-        "of two, an engine takes one for both: the other weight is wrong by their ratio",
-        {
+        id="shared-globals",
+        demand="NVFP4 weights that are fused have one global scale",
+        why="of two, an engine takes one for both: the other weight is wrong by their ratio",
+        sources={
             "vLLM": f"{_VLLM_CT}/schemes/compressed_tensors_w4a4_nvfp4.py and "
             "compressed_tensors_moe/compressed_tensors_moe_w4a4_nvfp4.py: process_weights_after_loading",
             "SGLang": "srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4_moe.py: "
             "process_weights_after_loading",
         },
-        "Convert the model from its source with quantkit.",
-        lambda facts, module: (
+        fix="Convert the model from its source with quantkit.",
+        concerns=lambda facts, module: (
             facts.unequal_globals is not None and module.encoding is NVFP4 and module.name.fused_projection is not None
         ),
-        _unequal_globals,
+        problem=_unequal_globals,
     ),
     Rule(
-        "block-scales",
-        "scales of FP8 are numbers, not the bytes of E8M0 in U8",
-        "no parameter for scales has that dtype",
-        {
+        id="block-scales",
+        demand="scales of FP8 are numbers, not the bytes of E8M0 in U8",
+        why="no parameter for scales has that dtype",
+        sources={
             "vLLM": "model_executor/layers/quantization/utils/fp8_utils.py: create_fp8_scale_parameter",
             "SGLang": "srt/layers/quantization/fp8.py: Fp8LinearMethod.create_weights",
         },
-        "Convert it with quantkit, which writes such scales in FP32.",
-        lambda facts, module: module.scales is not None,
-        _bytes_of_scales,
+        fix="Convert it with quantkit, which writes such scales in FP32.",
+        concerns=lambda facts, module: module.scales is not None,
+        problem=_bytes_of_scales,
     ),
     Rule(
-        "experts-apart",
-        "experts are stored one by one, or in the two tensors of a layer that the engine knows for the model",
-        "those of all experts are taken as experts.gate_up_proj and experts.down_proj, untransposed, by a few classes",
-        {
+        id="experts-apart",
+        demand="experts are stored one by one, or in the two tensors of a layer that the engine knows for the model",
+        why="those of all experts are taken as experts.gate_up_proj and experts.down_proj, untransposed, by a "
+        "few classes",
+        sources={
             "vLLM": "model_executor/models/deepseek_v2.py, glm4_moe.py: load_weights",
             "SGLang": f"{_DSV2_LOADER}: _load_fused_expert_tensor; srt/models/glm4_moe.py: load_weights",
         },
-        "Convert it with quantkit, which writes experts one by one; --bf16 changes no number of a BF16 checkpoint.",
-        lambda facts, module: module.name.role is Role.ROUTED_EXPERT,
-        _within,
+        fix="Convert it with quantkit, which writes experts one by one; --bf16 changes no number of a BF16 checkpoint.",
+        concerns=lambda facts, module: module.name.role is Role.ROUTED_EXPERT,
+        problem=_within,
     ),
     Rule(
-        "mtp-kv-scales",
-        "no scale of a KV cache is in an MTP layer of GLM-5.x, GLM-4.5 to 4.7 or DeepSeek-V3.2",
-        "the class of the draft model (of GLM-5.x and DeepSeek-V3.2, on CUDA) has no parameter for it, and stops",
-        {"vLLM": "models/deepseek_v32/nvidia/mtp.py, model_executor/models/glm4_moe_mtp.py: load_weights"},
-        "Take these tensors out, or convert with --mtp drop.",
-        lambda facts, module: (
+        id="mtp-kv-scales",
+        demand="no scale of a KV cache is in an MTP layer of GLM-5.x, GLM-4.5 to 4.7 or DeepSeek-V3.2",
+        why="the class of the draft model (of GLM-5.x and DeepSeek-V3.2, on CUDA) has no parameter for it, and stops",
+        sources={"vLLM": "models/deepseek_v32/nvidia/mtp.py, model_executor/models/glm4_moe_mtp.py: load_weights"},
+        fix="Take these tensors out, or convert with --mtp drop.",
+        concerns=lambda facts, module: (
             facts.model_type in (*_DSA, "glm4_moe")
             and facts.is_mtp(module)
             and (module.name.leaf in KV_SCALES or module.projection in ("kv_a_proj_with_mqa", "k_proj"))
         ),
-        _mtp_kv_scale,
+        problem=_mtp_kv_scale,
     ),
     Rule(
-        "router-bias",
-        "the router's correction bias is FP32",
-        "in BF16, GLM-5.2's values fall together and other experts are chosen",
-        dict(
+        id="router-bias",
+        demand="the router's correction bias is FP32",
+        why="in BF16, GLM-5.2's values fall together and other experts are chosen",
+        sources=dict(
             zip(BOTH, ("models/deepseek_v32/nvidia/model.py: MoE", "srt/models/deepseek_v2.py: MoEGate"), strict=True)
         ),
-        "Convert from a source that holds it in FP32.",
-        lambda facts, module: module.name.role is Role.ROUTER_BIAS,
-        _router_bias,
-        Status.WARNING,
+        fix="Convert from a source that holds it in FP32.",
+        concerns=lambda facts, module: module.name.role is Role.ROUTER_BIAS,
+        problem=_router_bias,
+        severity=Status.WARNING,
     ),
 )

@@ -48,7 +48,7 @@ class PageTracker(Protocol):
 _PADDING = NOTHING.to_bytes(1, "little", signed=True)  # eight of it are a tag
 
 
-class TagTracker:
+class TagTracker(PageTracker):
     """The tracker by generations. A batch's expectations are laid side by side anew only when one of them changes."""
 
     def __init__(self, generations: Generations, page_size: int, device: torch.device | str = "cpu") -> None:
@@ -65,26 +65,23 @@ class TagTracker:
         self._table, self._pages = torch.empty(0), np.empty((0, 0), dtype=np.int32)
 
     def allocate(self, pages: Sequence[int]) -> list[int]:
-        """As `PageTracker` says."""
         return [self._generations.renew(page) for page in pages]
 
     def free(self, pages: Sequence[int]) -> None:
-        """As `PageTracker` says."""
         for page in pages:
             self._generations.renew(page)
 
     def expect(self, request: int, generations: Sequence[int]) -> None:
-        """As `PageTracker` says. Where one of them is no page's, nothing is expected."""
+        """Where one of them is no page's, nothing is expected."""
         self._expected[request] = b"" if NOTHING in generations else array("q", generations).tobytes()
         self._batch = None
 
     def forget(self, request: int) -> None:
-        """As `PageTracker` says."""
         if self._expected.pop(request, None) is not None:
             self._batch = None
 
     def check(self, requests: Sequence[int], block_table: torch.Tensor, counts: Sequence[int]) -> torch.Tensor | None:
-        """As `PageTracker` says. Nothing is expected of an unknown request, so each of its pages is wrong."""
+        """Nothing is expected of an unknown request, so each of its pages is wrong."""
         batch = tuple(requests), tuple(counts), block_table.shape[1]
         if batch != self._batch:
             self._gather(*batch)
@@ -96,7 +93,7 @@ class TagTracker:
         return ops.check(block_table, *self._place(), self._current()[:-1])
 
     def write(self, slots: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
-        """As `PageTracker` says; rows that are refused are counted as late writes."""
+        """Rows that are refused are counted as late writes."""
         tags = self._current()
         pages = (slots // self._page_size).clamp(0, len(tags) - 1)  # the last one is nobody's
         late = (slots >= 0) & (tags[pages] != generations)

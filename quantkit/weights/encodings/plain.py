@@ -74,8 +74,8 @@ class Plain(Encoding):
     def rows(self, reader: Reader, weight: Weight, begin: int, end: int) -> npt.NDArray[np.float32]:
         """As float32 [rows, K]."""
         dtype = weight.data.spec.dtype
-        if weight.slab:
-            items = reader.slab_rows(weight, begin, end)
+        if weight.fused_columns:
+            items = reader.fused_rows(weight, begin, end)
             return ops.to_float32(items.reshape(-1).view(np.uint8), dtype).reshape(items.shape)
         width = weight.shape[1] * DTYPE_BYTES[dtype]
         data = reader.tensor_bytes(weight.data, begin * width, end * width)
@@ -112,11 +112,11 @@ class Plain(Encoding):
 
     def fill(self, packed: "Packed", weight: Weight, reader: Reader) -> None:
         """An expert may lie in columns of a fused tensor."""
-        if not weight.slab:
+        if not weight.fused_columns:
             return packed.read_codes(weight, reader)
         import torch
 
-        items = reader.slab_rows(weight, 0, weight.shape[0])
+        items = reader.fused_rows(weight, 0, weight.shape[0])
         packed.codes.view(torch.uint8).copy_(torch.from_numpy(items.view("u1")))
         return None
 

@@ -356,7 +356,7 @@ def test_tokens_are_told_once() -> None:
 
 
 def test_attempts_are_bounded() -> None:
-    """After the last attempt a request ends with its error; one that no attempt could mend ends at once."""
+    """After the last attempt a request ends with its error; one that no attempt could fix ends at once."""
     board = Board(attempts=2)
     board.room = 2
     board.jobs = {0: job(0), 1: job(1)}

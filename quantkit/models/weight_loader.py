@@ -1,7 +1,8 @@
 """The weights of a checkpoint, taken by name until none is left, so that nothing is missing, misshapen or unused.
 
-A model is built twice: first from a shelf of the device `meta`, which gives empty tensors and notes what is wrong, then
-from one that reads. So a checkpoint that does not fit is refused before its bytes are read, with all that is wrong.
+A model is built twice: first from a loader of the device `meta`, which gives empty tensors and notes what is wrong,
+then from one that reads. So a checkpoint that does not fit is refused before its bytes are read, with all that is
+wrong.
 """
 
 from dataclasses import dataclass, field
@@ -22,11 +23,12 @@ _SHOWN = 8
 
 
 @dataclass
-class Shelf:
-    """What of a checkpoint is not taken yet, by the name that it has where nothing is quantized.
+class WeightLoader:
+    """Gives the weights of a checkpoint, each once, by the name that it has where nothing is quantized.
 
     dtype     of the computation: of norms and biases
     device    `meta`: nothing is read
+    left      what has not been asked for yet
     problems  what was asked for and is missing or of another kind
     static    the scales of activations that lie beside weights
     """
