@@ -2,16 +2,18 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from quantkit.errors import OutputError, QuantkitError
+from quantkit.progress import Advance, Progress
 from quantkit.records import Record, Report
 from quantkit.tables import Line, Style, TextTable
 
@@ -74,7 +76,7 @@ def show_error(error: QuantkitError) -> None:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
+def progress(label: str) -> Iterator[Progress]:
     """A progress bar on stderr, shown when that is a terminal: give it the total bytes, get what takes bytes done."""
     columns = (
         TextColumn("{task.description}"),
@@ -83,9 +85,9 @@ def progress(label: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_ERR, transient=True, disable=not _ERR.is_terminal) as bar:
+    with Bar(*columns, console=_ERR, transient=True, disable=not _ERR.is_terminal) as bar:
 
-        def start(total: int) -> Callable[[int], None]:
+        def start(total: int) -> Advance:
             task = bar.add_task(label, total=total)
             return lambda done: bar.advance(task, done)
 

@@ -13,6 +13,7 @@ LAYERS = {
     "version": 0,
     "choices": 0,
     "tables": 0,
+    "progress": 0,
     "records": 1,
     "formats": 1,
     "kernels": 2,

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +30,12 @@ from quantkit.errors import OutputError, UsageError
 from quantkit.families.config import MlaConfig
 from quantkit.families.locate import open_model
 from quantkit.models.loading import LayerReader, open_layers
+from quantkit.progress import Progress, silent
 from quantkit.runtime.scales import KvScaleFile, Numbers
 from quantkit.version import VERSION
 from quantkit.weights.identity import identify
 
 SCALES_FILE, REPORT_FILE = "kv_scales.json", "calibration.json"
-Progress = Callable[[int], Callable[[int], None]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def calibrate(
     plot: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress = lambda total: lambda done: None,
+    progress: Progress = silent,
 ) -> CalibrationReport:
     """Choose the scales of an FP8 KV cache for `model`, and write them and the report into the folder `output`.
 

@@ -1,13 +1,14 @@
 """The size and sha256 of a checkpoint's files, and one digest of all that decides what the model says."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from quantkit.checkpoint.source import CONFIG_FILE, readable
 from quantkit.checkpoint.writer import MANIFEST_FILE, File
 from quantkit.errors import SourceError
+from quantkit.progress import Advance
 
 GATE_FILE = "quantkit-gate.json"  # the accuracy gate's result, beside the checkpoint that it is about
 _DOCUMENTS = ("readme", "license", "licence", "notice")
@@ -57,7 +58,7 @@ def hash_file(path: Path) -> File:
 
 
 def hash_files(
-    paths: Mapping[str, Path], *, workers: int = 2, progress: Callable[[int], None] = lambda done: None
+    paths: Mapping[str, Path], *, workers: int = 2, progress: Advance = lambda done: None
 ) -> dict[str, File]:
     """The size and sha256 of each file, read whole; `progress` is told the bytes of each file that is done.
 

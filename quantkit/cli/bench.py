@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import Json, parse_bytes
+from quantkit.cli.options import Json, PageSize, parse_bytes
 from quantkit.errors import CheckFailed, NotComparable, UsageError
 
 Checkpoint = Annotated[
@@ -25,7 +25,6 @@ PrefillTokens = Annotated[int, typer.Option("--prefill-tokens", min=1, help="Of 
 Memory = Annotated[
     str | None, typer.Option("--memory", help="Bytes of the pool of BF16, then FP8 pages: 64MiB.", show_default=False)
 ]
-PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")]
 SizeGb = Annotated[float, typer.Option("--size-gb", min=0.1, help="Of the made-up checkpoint in FP8, at least.")]
 Folder = Annotated[Path | None, typer.Option("--folder", help="Where the made-up checkpoints are written.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Leave them there, in the folders fp8 and int4.")]

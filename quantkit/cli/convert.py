@@ -5,8 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.choices import Dialect, Mtp, Rest, ScaleMethod, Scheme
-from quantkit.cli.options import Json, Model, Revision, Workers
+from quantkit.choices import ScaleMethod, Scheme
+from quantkit.cli.options import (
+    DialectOption,
+    GroupSize,
+    Json,
+    Model,
+    MtpOption,
+    RecipeName,
+    RestOption,
+    Revision,
+    Workers,
+)
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,14 +31,12 @@ def convert(
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Decode everything to BF16: the reference to compare with.")
     ] = False,
-    recipe: Annotated[str | None, typer.Option("--recipe", help="A built-in recipe's name, or a YAML file.")] = None,
-    group_size: Annotated[int | None, typer.Option("--group-size", help="INT4 group size: 32, 64 or 128.")] = None,
-    dialect: Annotated[
-        Dialect | None, typer.Option("--format", help="How NVFP4 is spelled; alone, what is NVFP4 is only respelled.")
-    ] = None,
+    recipe: RecipeName = None,
+    group_size: GroupSize = None,
+    dialect: DialectOption = None,
     scale: Annotated[ScaleMethod | None, typer.Option("--scale", help="How the scales of groups are chosen.")] = None,
-    rest: Annotated[Rest | None, typer.Option("--rest", help="What the other weights are stored as.")] = None,
-    mtp: Annotated[Mtp | None, typer.Option("--mtp", help="What becomes of the MTP layers.")] = None,
+    rest: RestOption = None,
+    mtp: MtpOption = None,
     respell: Annotated[
         bool, typer.Option("--respell", help="Give an output of an earlier quantkit the config of this one.")
     ] = False,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.choices import KvDtype
-from quantkit.cli.options import Json
+from quantkit.cli.options import Json, KvScale, KvScales
 from quantkit.errors import CheckFailed, NotComparable, Undecided, UsageError
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ Backend = Annotated[
     str, typer.Option("--backend", help="hf (transformers), or runtime: quantkit's own, on weights as they are stored.")
 ]
 Kv = Annotated[KvDtype, typer.Option("--kv", help="What the pages of the candidate's cache hold, by the runtime.")]
-KvScale = Annotated[float | None, typer.Option("--kv-scale", help="One scale for all layers of FP8 pages.")]
-KvScales = Annotated[Path | None, typer.Option("--kv-scales", help="The file of the FP8 pages' scales.")]
 Fp8Query = Annotated[
     bool, typer.Option("--fp8-query", help="Round the candidate's queries to E4M3, too, as many engines do.")
 ]

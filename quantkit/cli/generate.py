@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.choices import IntegrityLevel, KvDtype
-from quantkit.cli.options import Json, parse_bytes
+from quantkit.cli.options import Json, KvScale, KvScales, PageSize, parse_bytes
 from quantkit.errors import CheckFailed, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -20,10 +20,7 @@ File = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens for each prompt.")]
 KvOption = Annotated[KvDtype, typer.Option("--kv", help="What the pages of the cache hold.")]
-KvScale = Annotated[float | None, typer.Option("--kv-scale", help="One scale for all layers of an FP8 cache.")]
-KvScales = Annotated[Path | None, typer.Option("--kv-scales", help="The file of an FP8 cache's scales.")]
 Memory = Annotated[str, typer.Option("--memory", help="Bytes of all pages: 2GiB, 500MB.")]
-PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")]
 ChunkSize = Annotated[int, typer.Option("--chunk-size", min=1, help="Tokens of a prompt that are computed together.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most probable token.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Sample from the most probable tokens that make up so much.")]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.choices import IndexCache, KvLayout, Scheme
 from quantkit.cli import plan_options as option
-from quantkit.cli.options import Json, Revision
+from quantkit.cli.options import DialectOption, GroupSize, Json, MtpOption, RecipeName, RestOption, Revision
 from quantkit.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ def plan(
     models: option.Models = None,
     int4: option.Int4 = False,
     nvfp4: option.Nvfp4 = False,
-    dialect: option.Format = None,
-    recipe: option.RecipeName = None,
-    group_size: option.GroupSize = None,
-    rest: option.RestOption = None,
-    mtp: option.MtpOption = None,
+    dialect: DialectOption = None,
+    recipe: RecipeName = None,
+    group_size: GroupSize = None,
+    rest: RestOption = None,
+    mtp: MtpOption = None,
     gpus: option.Gpus = "8xH200",
     gpu_table: option.GpuTable = None,
     tp: option.Tp = None,

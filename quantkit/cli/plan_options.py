@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.choices import Dialect, IndexCache, KvLayout, Mtp, Rest
+from quantkit.choices import IndexCache, KvLayout
 
 
 class Explain(StrEnum):
@@ -25,11 +25,6 @@ Models = Annotated[
 ]
 Int4 = Annotated[bool, typer.Option("--int4", help="Sizes after conversion by the model's built-in INT4 recipe.")]
 Nvfp4 = Annotated[bool, typer.Option("--nvfp4", help="Sizes after conversion by the model's built-in NVFP4 recipe.")]
-Format = Annotated[Dialect | None, typer.Option("--format", help="How the conversion spells NVFP4.")]
-RecipeName = Annotated[str | None, typer.Option("--recipe", help="Sizes after conversion by this recipe.")]
-GroupSize = Annotated[int | None, typer.Option("--group-size", help="INT4 group size: 32, 64 or 128.")]
-RestOption = Annotated[Rest | None, typer.Option("--rest", help="What the other weights are converted to.")]
-MtpOption = Annotated[Mtp | None, typer.Option("--mtp", help="What a conversion makes of the MTP layers.")]
 Gpus = Annotated[str, typer.Option("--gpus", help="Number and name of the GPUs.")]
 GpuTable = Annotated[Path | None, typer.Option("--gpu-table", help="A YAML file with more GPUs.")]
 Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share a copy of the model (all GPUs).")]

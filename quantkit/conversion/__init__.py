@@ -31,6 +31,7 @@ from quantkit.conversion.run import ShardRun
 from quantkit.conversion.side_files import side_files
 from quantkit.errors import OutputError, UsageError
 from quantkit.families.locate import describe_model, open_model
+from quantkit.progress import Advance, Progress, silent
 from quantkit.recipe import Recipe
 
 __all__ = ["Options", "convert", "preview"]
@@ -47,7 +48,7 @@ def convert(
     resume: bool = False,
     trust_source: bool = False,
     workers: int = 2,
-    progress: Callable[[int], Callable[[int], None]] | None = None,
+    progress: Progress = silent,
     warn: Callable[[str], None] = lambda what: None,
 ) -> Manifest:
     """Convert `model` (alias, folder or Hub id) into the folder `output` and return the manifest written there.
@@ -74,7 +75,7 @@ def convert(
         if source.folder:
             check_apart(source.folder, target.path)
         plan = make_plan(source, choose_recipe(source, chosen, options))
-        report = progress(source.nbytes) if progress else lambda done: None
+        report = progress(source.nbytes)
         return _finished(plan, target) or _write(
             plan, target, trust_source=trust_source, workers=workers, progress=report, warn=warn
         )
@@ -86,7 +87,7 @@ def _write(
     *,
     trust_source: bool,
     workers: int,
-    progress: Callable[[int], None],
+    progress: Advance,
     warn: Callable[[str], None],
 ) -> Manifest:
     """Convert every shard that is not finished, and seal the folder."""

@@ -17,6 +17,7 @@ from quantkit.conversion.maker import Maker
 from quantkit.conversion.plan import Plan, ShardJob
 from quantkit.conversion.shards import ShardResult, convert_shard
 from quantkit.errors import OutputError
+from quantkit.progress import Advance
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ShardRun:
     folder: OutputFolder
     journal: Journal
     workers: int
-    progress: Callable[[int], None]
+    progress: Advance
     warn: Callable[[str], None] = lambda what: None
 
     def finished(self, trust_source: bool) -> tuple[Entry, ...]:

@@ -40,6 +40,7 @@ from quantkit.folding.proof import compare, run_sample
 from quantkit.folding.report import FoldedLayer, FoldReport, Way
 from quantkit.models.folding import LayerFold, fold_digest
 from quantkit.naming import TensorName
+from quantkit.progress import Advance, Progress, silent
 from quantkit.runtime.scales import LayerScales, Numbers, read_scale_file, scales_of_layers
 from quantkit.weights.weight import KV_SCALES
 
@@ -48,7 +49,6 @@ _UNPROVED = {
     Way.DRY_RUN: "none: nothing was written",
     Way.EMBED: "none is needed: no weight is edited, and a cache that is not FP8 does not use the scales",
 }
-Progress = Callable[[int], Callable[[int], None]]
 
 
 def fold(
@@ -60,7 +60,7 @@ def fold(
     revision: str | None = None,
     overwrite: bool = False,
     workers: int = 2,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> FoldReport:
     """Fold `scales`, a file or what is in it, into `checkpoint` (folder, alias or Hub id), exactly or not at all.
 
@@ -92,7 +92,7 @@ def fold(
         if target and source.folder:
             check_apart(source.folder, target.path)
             stack.enter_context(target.held())
-        report = progress(source.nbytes) if progress and way is not Way.DRY_RUN else lambda done: None
+        report = silent(0) if way is Way.DRY_RUN else progress(source.nbytes)
         writing = _Writing(way, target, read_manifest(source.folder), workers, report)
         if way is Way.EMBED:
             return _embed(source, config, by_layer, writing)
@@ -120,7 +120,7 @@ class _Writing:
     target: Output | None
     made: Manifest | None
     workers: int
-    progress: Callable[[int], None]
+    progress: Advance
 
     def copy(self, plan: FoldPlan, prove: Callable[[Source], str], additions: Additions | None = None) -> str:
         assert self.target is not None

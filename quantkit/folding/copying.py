@@ -13,7 +13,8 @@ from quantkit.checkpoint.source import CONFIG_FILE, Source
 from quantkit.checkpoint.writer import MANIFEST_FILE, File, OutputFolder, file_of
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan
-from quantkit.folding.shards import Hashes, Progress, can_clone, file_size, write_shard
+from quantkit.folding.shards import Hashes, can_clone, file_size, write_shard
+from quantkit.progress import Advance
 
 _NOT_OF_COPIES = (CONFIG_FILE, MANIFEST_FILE, GATE_FILE)  # the gate's result is about other bytes
 
@@ -42,7 +43,7 @@ def write_copy(
     *,
     additions: Additions = Additions(),
     workers: int = 2,
-    progress: Progress = lambda done: None,
+    progress: Advance = lambda done: None,
 ) -> str:
     """Write the copy into the folder that `target` holds, and return what `prove` says of it before it is sealed.
 

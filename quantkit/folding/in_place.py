@@ -30,7 +30,8 @@ from quantkit.checkpoint.writer import LOCK_FILE, MANIFEST_FILE, WORK_FOLDER, Fi
 from quantkit.errors import OutputError, SourceError, UsageError
 from quantkit.folding.manifest import check_sources, folded_manifest
 from quantkit.folding.plan import FoldPlan, place
-from quantkit.folding.shards import Hashes, Progress, hash_patched, write_patches
+from quantkit.folding.shards import Hashes, hash_patched, write_patches
+from quantkit.progress import Advance
 from quantkit.weights.rescale import Patch
 
 _JOURNAL = IN_PLACE.journal
@@ -128,7 +129,7 @@ def fold_in_place(
     prove: Callable[[], str],
     *,
     workers: int = 2,
-    progress: Progress = lambda done: None,
+    progress: Advance = lambda done: None,
 ) -> str:
     """Edit the checkpoint, whose folder is locked, and return what `prove` says; if it raises, everything is put back.
 
@@ -156,7 +157,7 @@ def fold_in_place(
     return proof
 
 
-def _prepare(plan: FoldPlan, made: Manifest | None, workers: int, progress: Progress) -> tuple[Manifest, Journal]:
+def _prepare(plan: FoldPlan, made: Manifest | None, workers: int, progress: Advance) -> tuple[Manifest, Journal]:
     """The manifest that is to be, and the journal, which is on the disk with all old and new bytes."""
     folder = plan.source.folder
     assert folder is not None

@@ -11,11 +11,11 @@ from pathlib import Path
 from quantkit.checkpoint.source import readable
 from quantkit.checkpoint.writer import OutputFolder, explained
 from quantkit.folding.plan import place
+from quantkit.progress import Advance
 from quantkit.weights.rescale import Patch
 
 FICLONE = 0x40049409  # linux/fs.h: share a file's blocks until one of the two is written to
 _PIECE_BYTES = 8 << 20
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def file_size(path: Path) -> int:
 
 
 def write_shard(
-    source: Path, name: str, patches: Sequence[Patch], folder: OutputFolder, cloned: bool, progress: Progress
+    source: Path, name: str, patches: Sequence[Patch], folder: OutputFolder, cloned: bool, progress: Advance
 ) -> Hashes:
     """Put `source` with its patches into `folder` as `name`. Every byte is read; cloned, only patches are written."""
     size = file_size(source)
@@ -71,7 +71,7 @@ def write_shard(
 def hash_patched(
     path: Path,
     patches: Sequence[Patch],
-    progress: Progress = lambda done: None,
+    progress: Advance = lambda done: None,
     write: Callable[[memoryview], None] = lambda data: None,
 ) -> Hashes:
     """The hashes of the file with and without the patches; `write` is given it piece by piece with them."""

@@ -8,8 +8,9 @@ from quantkit.checkpoint.manifest import Origin
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.writer import File
 from quantkit.planning.deployment import DeploymentManifest, Pool, read_manifest
-from quantkit.planning.fingerprint import Fingerprint, Progress, fingerprint
+from quantkit.planning.fingerprint import Fingerprint, fingerprint
 from quantkit.planning.phase_report import Drift, DriftReport
+from quantkit.progress import Progress, silent
 
 _NO_POOL, _NOTHING = "none of the pools", "nothing"
 
@@ -21,7 +22,7 @@ class _Match:
 
 
 def check_drift(
-    manifest: str | Path, checkpoints: Sequence[str | Path], *, quick: bool = False, progress: Progress | None = None
+    manifest: str | Path, checkpoints: Sequence[str | Path], *, quick: bool = False, progress: Progress = silent
 ) -> DriftReport:
     """Compare the checkpoints in the folders `checkpoints` with the pools of the deployment in the file `manifest`.
 

@@ -9,7 +9,7 @@ kv_space_id  two engines may exchange a KV cache only if both mean the same by i
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from quantkit.conversion.plan import Plan
 from quantkit.engines import is_linear
 from quantkit.families.attention import Attention
 from quantkit.naming import TensorName
+from quantkit.progress import Progress, silent
 from quantkit.weights.grouping import read_weights
 from quantkit.weights.weight import Weight
 
 _TOKENIZER = re.compile(
     r"(.*tokeni[sz]|vocab|merges|special_tokens|added_tokens|chat_template|.*\.tiktoken|.*\.model$)"
 )
-Progress = Callable[[int], Callable[[int], None]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def fingerprint(
     *,
     trust: bool = True,
     also: Sequence[Mapping[str, File]] = (),
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Fingerprint:
     """The fingerprint of an opened checkpoint, or of a config alone.
 
@@ -152,7 +152,7 @@ def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _files(folder: Path, trusted: Sequence[Mapping[str, File]], progress: Progress | None) -> dict[str, File]:
+def _files(folder: Path, trusted: Sequence[Mapping[str, File]], progress: Progress) -> dict[str, File]:
     """The deciding files of `folder`; those that one of `trusted` has with the same size are not read."""
     paths = list_files(folder)
     with readable(folder):
@@ -164,7 +164,7 @@ def _files(folder: Path, trusted: Sequence[Mapping[str, File]], progress: Progre
         if name in files and files[name].nbytes == nbytes
     }
     unread = {name: path for name, path in paths.items() if name not in known}
-    report = progress(sum(sizes[name] for name in unread)) if progress else lambda done: None
+    report = progress(sum(sizes[name] for name in unread))
     return _deciding(known | hash_files(unread, progress=report))
 
 

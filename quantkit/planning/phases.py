@@ -14,7 +14,7 @@ from quantkit.errors import SourceError, UsageError
 from quantkit.families.attention import Attention
 from quantkit.families.locate import describe_model
 from quantkit.planning.deployment import Candidate, DeploymentManifest, Pool, ServedModel
-from quantkit.planning.fingerprint import Fingerprint, Progress, fingerprint, fingerprint_of_plan
+from quantkit.planning.fingerprint import Fingerprint, fingerprint, fingerprint_of_plan
 from quantkit.planning.fit import Deployment, describe, report
 from quantkit.planning.gpus import parse_gpus
 from quantkit.planning.launch import Deployed, launches, stored_layout
@@ -22,6 +22,7 @@ from quantkit.planning.phase_report import PhasePlan
 from quantkit.planning.report import CapacityReport
 from quantkit.planning.roofline import Model
 from quantkit.planning.weighing import PHASES, PREFILL, choose
+from quantkit.progress import Progress, silent
 from quantkit.recipe import Recipe, find_alias, load_recipe
 from quantkit.version import VERSION
 
@@ -49,7 +50,7 @@ class _Format:
     prepare: str | None = None
     folder: str | None = None
 
-    def fingerprint(self, progress: Progress | None) -> Fingerprint:
+    def fingerprint(self, progress: Progress) -> Fingerprint:
         known = fingerprint(self.source, progress=progress)
         return fingerprint_of_plan(self.plan, known) if self.plan else known
 
@@ -63,7 +64,7 @@ def plan_phases(
     recipe: str | Path | Recipe | None = None,
     options: Options = _NO_CHANGES,
     revision: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> PhasePlan:
     """Plan the phases of `model` (alias, folder, config file or Hub id) on the GPUs of `target`, 8 x H200 each.
 
@@ -144,7 +145,7 @@ def _deployment(
     candidates: Sequence[Candidate],
     chosen: Sequence[int],
     target: Target,
-    progress: Progress | None,
+    progress: Progress,
 ) -> DeploymentManifest:
     first = formats[0]
     known = [formats[index].fingerprint(progress) for index in chosen]

@@ -13,6 +13,7 @@ from quantkit.checkpoint.source import CONFIG_FILE
 from quantkit.checkpoint.writer import MANIFEST_FILE, File, file_of
 from quantkit.errors import CheckFailed, QuantkitError, SourceError, UsageError
 from quantkit.eval.gate.report import AccuracyReport, Verdict
+from quantkit.progress import Progress, silent
 from quantkit.publishing.card import CARD_FILE, Card, Facts, make_card, parse_card
 from quantkit.publishing.publication import Publication, Target
 from quantkit.recipe import find_alias
@@ -22,7 +23,6 @@ from quantkit.verification.report import Verification
 
 LARGEST_FILE = 50 * 10**9  # bytes: the Hub takes no larger file
 Result = TypeVar("Result")
-Progress = Callable[[int], Callable[[int], None]]
 
 
 def preflight(
@@ -33,7 +33,7 @@ def preflight(
     gate: Path | None = None,
     no_gate: bool = False,
     workers: int = 2,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Publication:
     """Check all that publishing the checkpoint in `folder` needs, and make its card. Nothing is sent but questions.
 
@@ -125,7 +125,7 @@ def _check_sizes(paths: Mapping[str, Path]) -> bool:
     return True
 
 
-def _verify(folder: Path, against: str | None, workers: int, progress: Progress | None) -> Verification:
+def _verify(folder: Path, against: str | None, workers: int, progress: Progress) -> Verification:
     result = verify(folder, against, workers=workers, progress=progress)
     if not result.passed:
         failed = [check for check in result.checks if check.problems]
@@ -134,9 +134,9 @@ def _verify(folder: Path, against: str | None, workers: int, progress: Progress 
     return result
 
 
-def _hash(paths: Mapping[str, Path], workers: int, progress: Progress | None) -> dict[str, File]:
+def _hash(paths: Mapping[str, Path], workers: int, progress: Progress) -> dict[str, File]:
     total = sum(path.stat().st_size for path in paths.values() if path.exists())
-    return hash_files(paths, workers=workers, progress=progress(total) if progress else lambda done: None)
+    return hash_files(paths, workers=workers, progress=progress(total))
 
 
 def _read_gate(folder: Path, paths: Mapping[str, Path], files: Mapping[str, File] | None) -> AccuracyReport:

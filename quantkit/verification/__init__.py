@@ -8,7 +8,6 @@ folded       weights that KV scales were folded into, and scales that are stored
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from quantkit.choices import Mtp
 from quantkit.engines.check import is_signed, targets_of
 from quantkit.errors import SourceError
 from quantkit.families.locate import open_model
+from quantkit.progress import Progress, silent
 from quantkit.verification.fidelity import Compared, Made, compare_weights, pool_by_role
 from quantkit.verification.findings import Findings
 from quantkit.verification.folded import KvScaling, check_scaling, multiplied_by
@@ -42,7 +42,7 @@ def verify(
     *,
     revision: str | None = None,
     workers: int = 2,
-    progress: Callable[[int], Callable[[int], None]] | None = None,
+    progress: Progress = silent,
 ) -> Verification:
     """Verify the checkpoint in the folder `checkpoint`, and compare it with its source `against` if that is given.
 
@@ -62,7 +62,7 @@ def verify(
         made = check_manifest(folder, pool, findings)
         if opened := _open(folder, findings):
             weights, scaling = _weights(opened, findings), KvScaling.of(made)
-            report = progress(opened.nbytes + (source.nbytes if source else 0)) if progress else lambda done: None
+            report = progress(opened.nbytes + (source.nbytes if source else 0))
             check_index(opened, findings)
             check_config(opened, weights, targets_of(made), findings)
             check_values(opened, weights, is_signed(made), pool, findings, report)

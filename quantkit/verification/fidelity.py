@@ -1,13 +1,14 @@
 """The checks against the source: every weight accounted for, and each compared with the one that it was made from."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 
 from quantkit.checkpoint.source import Source
 from quantkit.errors import QuantkitError
+from quantkit.progress import Advance
 from quantkit.verification.comparisons import BF16_UNIT, Comparison, comparison
 from quantkit.verification.findings import Findings
 from quantkit.verification.folded import compare_multiplied
@@ -59,7 +60,7 @@ def compare_weights(
     made: Made,
     pool: Executor,
     findings: Findings,
-    progress: Callable[[int], None],
+    progress: Advance,
 ) -> tuple[Compared, ...]:
     """Compare every one of the checkpoint's `weights` with the source's; the shards are read in their order.
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from quantkit.engines.check import unequal_globals
 from quantkit.engines.rules import Facts, Module, Status, judge
 from quantkit.engines.rules.describing import RULE_OF_NAMES, config_problem
 from quantkit.errors import EngineError, QuantkitError, SourceError
+from quantkit.progress import Advance
 from quantkit.verification.findings import Findings
 from quantkit.weights.encodings import NVFP4, is_main
 from quantkit.weights.rows import Reader, byte_ranges, shape_in
@@ -172,7 +173,7 @@ def check_values(
     signed: bool,
     pool: Executor,
     findings: Findings,
-    progress: Callable[[int], None],
+    progress: Advance,
 ) -> None:
     """No stored number is NaN or infinite, no scale is zero or subnormal, or negative unless `signed`, and each
     weight_shape is true."""
