@@ -54,15 +54,12 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 _AT_TOP = re.compile(r"(?:.*\.)?(embed_tokens|norm|lm_head)")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _VISION = re.compile(r"(.*\.)?(vision_tower|visual|mm_projector)\.")
-_FUSED = {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "q_a_proj": "fused_qkv_a_proj",
-    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
+FUSED_PARTS = {  # a projection that engines build -> those of a checkpoint that they fuse into it
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
 }
+_FUSED = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
 
 
 @lru_cache(4096)
@@ -141,3 +138,9 @@ class TensorName:
         """The projection that the module is a part of once fused, of one expert only; its parts share scales."""
         parent, _, last = self.module.rpartition(".")
         return f"{parent}.{_FUSED[last]}" if last in _FUSED else None
+
+    @property
+    def partners(self) -> tuple[str, ...]:
+        """The modules that are fused into `fused_projection`, this one among them; none where it is not fused."""
+        parent, _, last = self.module.rpartition(".")
+        return tuple(f"{parent}.{part}" for part in FUSED_PARTS[_FUSED[last]]) if last in _FUSED else ()

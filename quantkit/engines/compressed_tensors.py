@@ -22,15 +22,9 @@ from typing import Any
 
 from quantkit.engines.profiles import Engine
 from quantkit.errors import EngineError
-from quantkit.naming import Role, TensorName
+from quantkit.naming import FUSED_PARTS, Role, TensorName
 from quantkit.weights.config_groups import ConfigGroups, matches
 from quantkit.weights.encodings import encoding_of
-
-_MEMBERS = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-}
 
 
 class ConfigMatcher(ConfigGroups):
@@ -79,7 +73,7 @@ class ConfigMatcher(ConfigGroups):
         parent, _, last = built.rpartition(".")
         if last not in self.engine.expanded:
             return built, ()
-        members = _MEMBERS[(name.fused_module or "").rpartition(".")[2]]
+        members = FUSED_PARTS[(name.fused_module or "").rpartition(".")[2]]
         return built, tuple(f"{parent}.{member}" for member in members)
 
     def _ignored(self, built: str, members: tuple[str, ...]) -> bool:

@@ -185,9 +185,5 @@ def _edits(config: ModelConfig, layer: int, fold: LayerFold, weights: Mapping[st
 
 def _is_fused(weights: Mapping[str, Weight], weight: Weight) -> bool:
     """Whether engines fuse an NVFP4 weight with others, which have one global scale."""
-    fused, parent = weight.name.fused_projection, weight.module.rpartition(".")[0]
-    if weight.encoding is not NVFP4 or fused is None:
-        return False
-    partners = (f"{parent}.{last}.weight" for last in ("q_a_proj", "kv_a_proj_with_mqa", "q_proj", "k_proj", "v_proj"))
-    found = (weights[name] for name in partners if name in weights)
-    return sum(other.encoding is NVFP4 and other.name.fused_projection == fused for other in found) > 1
+    partners = (weights.get(f"{module}.weight") for module in weight.name.partners)
+    return weight.encoding is NVFP4 and sum(bool(other and other.encoding is NVFP4) for other in partners) > 1

@@ -38,13 +38,10 @@ _EXPERTS, _EXPERTS_OF_LAYERS = r"mlp\.experts\..*", r"mlp\.exp\w+\.\d+\.(gate|up
 _MAYBE_TIED = ("lm_head$", r"shared_head\.head$", "embed_tokens$")  # engines build them where none is stored, too
 _LINEAR = "Linear"
 _VISION = r"(vision_tower|visual|mm_projector)\..*"
-_FUSED = {
-    **dict.fromkeys(("gate_proj", "up_proj"), "(gate|up|gate_up)_proj"),
-    **dict.fromkeys(
-        ("q_a_proj", "kv_a_proj_with_mqa"),
-        "(q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|fused_qkv_a_proj_with_mqa)",
-    ),
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "(q|k|v|qkv)_proj"),
+_FUSED = {  # the parts of a fused projection, and its names in vLLM and SGLang
+    "gate_up_proj": "(gate|up|gate_up)_proj",
+    "fused_qkv_a_proj": "(q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|fused_qkv_a_proj_with_mqa)",
+    "qkv_proj": "(q|k|v|qkv)_proj",
 }
 
 
@@ -224,5 +221,6 @@ def _pattern(name: TensorName) -> str:
         return _EXPERTS
     local = re.sub(r"^.*?layers\.\d+\.", "", name.module) if name.layer is not None else name.module.split(".")[-1]
     parent, _, last = local.rpartition(".")
+    fused = (name.fused_projection or "").rpartition(".")[2]
     parent = re.sub(r"\d+", r"\\d+", re.escape(parent)).replace("shared_experts", r"shared_exp\w+")
-    return (rf"{parent}\." if parent else "") + _FUSED.get(last, re.escape(last)) + "$"
+    return (rf"{parent}\." if parent else "") + _FUSED.get(fused, re.escape(last)) + "$"
