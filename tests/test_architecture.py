@@ -129,23 +129,26 @@ def test_files_and_functions_are_short() -> None:
     assert (files, functions) == ([], [])
 
 
-METHODS = {
-    node.name: {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
-    for tree in TREES.values()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef)
-}
+CLASSES = {node.name: node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    """The methods of a class by name."""
+    return {child.name: child for child in node.body if isinstance(child, ast.FunctionDef)}
+
+
+def promised(node: ast.ClassDef) -> set[str]:
+    """The names of the methods of all classes that a class is derived from."""
+    bases = [CLASSES[name] for base in node.bases if (name := ast.unparse(base)) in CLASSES]
+    return {name for base in bases for name in (*methods(base), *promised(base))}
 
 
 def overrides(tree: ast.Module) -> Iterator[ast.FunctionDef]:
     """The methods of a module's classes that a base class promises, too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            bases = {ast.unparse(base) for base in node.bases}
-            promised = set().union(*(METHODS.get(base, set()) for base in bases))
-            for child in node.body:
-                if isinstance(child, ast.FunctionDef) and child.name in promised:
-                    yield child
+            inherited = promised(node)
+            yield from (method for name, method in methods(node).items() if name in inherited)
 
 
 def without_docstring(tree: ast.Module) -> Iterator[str]:

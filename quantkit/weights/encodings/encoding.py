@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quantkit import ops
 from quantkit.checkpoint.header import StoredTensor, TensorSpec
 from quantkit.choices import Dialect, ScaleMethod
 from quantkit.naming import TensorName
 from quantkit.weights.rescale import Extent, Patch, Powers
-from quantkit.weights.rows import Reader
-from quantkit.weights.weight import Weight
+from quantkit.weights.rows import Reader, nan_error, row_ranges
+from quantkit.weights.weight import KV_SCALES, Weight
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +123,6 @@ class Encoding(ABC):
     name             as recipes and reports call it
     is_main          whether conversions make it and a config is about it: engines take one such format of a checkpoint,
                      beside FP8 and plain weights
-    bits             of a number
     parts            leaves of the tensors that lie beside its codes, and mean nothing without them
     origins          the encodings that it is made from
     dialects         that have words for it
@@ -131,7 +131,6 @@ class Encoding(ABC):
     """
 
     name: ClassVar[str]
-    bits: ClassVar[int]
     is_main: ClassVar[bool] = False
     parts: ClassVar[tuple[str, ...]] = ()
     origins: ClassVar[frozenset[str]] = frozenset()
@@ -169,6 +168,23 @@ class Encoding(ABC):
     def copied(self, weight: Weight) -> tuple[TensorSpec, ...]:
         """The tensors of a copy, as compressed-tensors spells them."""
         return tuple(tensor.spec for tensor in weight.tensors)
+
+    def copy(
+        self, reader: Reader, weight: Weight, tensor: StoredTensor, target: TensorSpec, begin: int, end: int
+    ) -> Rows:
+        """The bytes `begin` to `end` of one of its tensors as `target` holds them.
+
+        Raises SourceError, naming the tensor, for a NaN and for a scale that is not sound.
+        """
+        if tensor is weight.input_scale:
+            return Rows({target.name: np.array([reader.scalar(tensor)], np.float32)})
+        if weight.name.leaf in KV_SCALES:
+            reader.scalar(tensor)  # refuses what is not positive
+        data: npt.NDArray[np.uint8] = np.empty(end - begin, np.uint8)
+        reader.source.read_into(tensor, begin, data.data)
+        if tensor.spec.dtype == "F8_E4M3" and (nan := ops.first_nan(data)) is not None:
+            raise nan_error(tensor, begin + nan)
+        return Rows({target.name: data})
 
     # --- described
 
@@ -211,9 +227,14 @@ class Encoding(ABC):
     def rows(self, reader: Reader, weight: Weight, begin: int, end: int) -> Floats:
         """The numbers of the rows `begin` to `end`, exactly: [rows, K]."""
 
-    @abstractmethod
+    def bf16_rows(self, reader: Reader, weight: Weight, begin: int, end: int) -> tuple[ops.Bf16Bits, int | None]:
+        """The same rounded to BF16, as bits; and the position of a NaN, or None."""
+        return ops.to_bf16(self.rows(reader, weight, begin, end)), None
+
     def largest(self, reader: Reader, weight: Weight) -> float:
-        """A bound of the magnitude of its numbers."""
+        """A bound of the magnitude of its numbers; the largest itself, unless scales tell a bound sooner."""
+        pieces = (self.rows(reader, weight, begin, end) for begin, end in row_ranges(weight))
+        return max((float(np.abs(piece).max(initial=0)) for piece in pieces), default=0.0)
 
     def check_rows(self, reader: Reader, weight: Weight) -> str | None:
         """What is wrong with codes and scales that are each sound, or None."""

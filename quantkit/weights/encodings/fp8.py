@@ -18,7 +18,7 @@ from quantkit import ops
 from quantkit.checkpoint.header import DTYPE_BYTES, StoredTensor, TensorSpec
 from quantkit.errors import SourceError
 from quantkit.naming import TensorName
-from quantkit.weights.encodings.encoding import Encoding, Format, Storage, StoredFacts
+from quantkit.weights.encodings.encoding import Encoding, Format, Rows, Storage, StoredFacts
 from quantkit.weights.rescale import (
     Extent,
     Patch,
@@ -49,7 +49,6 @@ class Fp8(Encoding):
     """See above."""
 
     name = "fp8"
-    bits = 8
     parts = SCALES
 
     def claims(self, name: TensorName, dtype: str) -> bool:
@@ -93,13 +92,24 @@ class Fp8(Encoding):
             return outputs
         return (*outputs, TensorSpec(weight.input_scale.spec.name, "F32", (1,)))
 
+    def copy(
+        self, reader: Reader, weight: Weight, tensor: StoredTensor, target: TensorSpec, begin: int, end: int
+    ) -> Rows:
+        """Scales are checked, and E8M0 becomes FP32."""
+        if tensor is not weight.scale:
+            return super().copy(reader, weight, tensor, target, begin, end)
+        data: Bytes = np.empty(end - begin, np.uint8)
+        reader.source.read_into(tensor, begin, data.data)
+        scales = ops.to_float32(data, tensor.spec.dtype)
+        check_block_scales(tensor, scales.reshape(1, -1), begin)
+        return Rows({target.name: data if target.dtype == tensor.spec.dtype else scales})
+
     def format(self, weight: Weight) -> Format:
         """By what shares a scale."""
         block = weight.block if weight.strategy is Strategy.BLOCK else None
         return Format(self, str(weight.strategy), block, weight.input_scale is not None)
 
     def kind(self, form: Format) -> str:
-        """`block`, `channel` or `tensor`."""
         return form.strategy
 
     def described(self, form: Format) -> dict[str, Any]:
@@ -161,6 +171,13 @@ class Fp8(Encoding):
         """Code times scale, exactly."""
         assert weight.block is not None
         return ops.fp8_block_to_float(*self.coded_rows(reader, weight, begin, end), weight.block)
+
+    def bf16_rows(self, reader: Reader, weight: Weight, begin: int, end: int) -> tuple[ops.Bf16Bits, int | None]:
+        """Without a detour by float64."""
+        assert weight.block is not None
+        data, scale = self.coded_rows(reader, weight, begin, end)
+        decoded = np.empty(data.shape, np.uint16)
+        return decoded, ops.fp8_block_to_bf16(data, scale, weight.block, decoded)
 
     def largest(self, reader: Reader, weight: Weight) -> float:
         """448 times the largest scale."""
@@ -225,7 +242,6 @@ class Fp8(Encoding):
         return linear.decode_fp8_block(packed.codes, packed.scale, packed.block, dtype)
 
     def ready(self, packed: "Packed") -> "Weights | None":
-        """As it is."""
         from quantkit.ops import linear
 
         assert packed.scale is not None
@@ -233,7 +249,6 @@ class Fp8(Encoding):
         return linear.ready_fp8_block(packed.codes, packed.scale, packed.block)
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
-        """By `ops.linear.fp8_block`."""
         from quantkit.ops import linear
 
         assert packed.scale is not None

@@ -50,7 +50,6 @@ class Int4(Target):
     """See above."""
 
     name = "int4"
-    bits = 4
     parts = (SHAPE,)
     origins = frozenset({PLAIN.name, FP8.name})
     negative_scales = True
@@ -89,19 +88,24 @@ class Int4(Target):
         )
 
     def label(self, weight: Weight) -> str:
-        """`int4 g=32`."""
         assert weight.block is not None
         return self.made_label(weight.block[1])
+
+    def copy(
+        self, reader: Reader, weight: Weight, tensor: StoredTensor, target: TensorSpec, begin: int, end: int
+    ) -> Rows:
+        """Its `weight_shape` must be true."""
+        if tensor is weight.packed_shape:
+            check_shape(reader, weight)
+        return super().copy(reader, weight, tensor, target, begin, end)
 
     # --- described
 
     def format(self, weight: Weight) -> Format:
-        """By its groups."""
         assert weight.block is not None
         return self.made_format(weight.block[1])
 
     def kind(self, form: Format) -> str:
-        """`g=32`."""
         assert form.block is not None
         return f"g={form.block[1]}"
 
@@ -143,11 +147,9 @@ class Int4(Target):
     # --- made
 
     def made_label(self, group_size: int | None) -> str:
-        """`int4 g=32`."""
         return f"int4 g={group_size}"
 
     def made_format(self, group_size: int | None) -> Format:
-        """In groups."""
         assert group_size is not None
         return Format(self, "group", (1, group_size))
 
@@ -222,7 +224,6 @@ class Int4(Target):
         return Packed(self, weight.matrix, codes, empty(count, weight.grid, torch.bfloat16), block=weight.block)
 
     def fill(self, packed: "Packed", weight: Weight, reader: Reader) -> None:
-        """As they are stored."""
         packed.read_codes(weight, reader)
         packed.read_scale(weight, reader)
 
@@ -234,14 +235,12 @@ class Int4(Target):
         return linear.decode_int4(packed.codes, packed.scale, dtype)
 
     def ready(self, packed: "Packed") -> "Weights | None":
-        """Where a word has one scale."""
         from quantkit.ops import linear
 
         assert packed.scale is not None
         return linear.ready_int4(packed.codes, packed.scale)
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
-        """By `ops.linear.int4`."""
         from quantkit.ops import linear
 
         assert packed.scale is not None

@@ -97,7 +97,6 @@ class Nvfp4(Target):
     """See above."""
 
     name = "nvfp4"
-    bits = 4
     parts = tuple(spelling.global_scale for spelling in SPELLINGS.values())
     origins = frozenset({PLAIN.name, FP8.name, INT4.name})
     dialects = frozenset(Dialect)
@@ -140,8 +139,20 @@ class Nvfp4(Target):
         )
 
     def label(self, weight: Weight) -> str:
-        """`nvfp4`."""
         return self.name
+
+    def copy(
+        self, reader: Reader, weight: Weight, tensor: StoredTensor, target: TensorSpec, begin: int, end: int
+    ) -> Rows:
+        """Scales of the whole tensor in the target's dialect; only a power of two has an exact reciprocal."""
+        if tensor not in (weight.global_scale, weight.input_scale):
+            return super().copy(reader, weight, tensor, target, begin, end)
+        value = reader.scalar(tensor)
+        stored = np.array([value], np.float32)
+        if target.name == tensor.spec.name:
+            return Rows({target.name: stored})
+        exact = np.frexp(value)[0] == 0.5
+        return Rows({target.name: np.float32(1) / stored}, rounded=() if exact else (target.name,))
 
     # --- described
 
@@ -150,7 +161,6 @@ class Nvfp4(Target):
         return Format(self, "tensor_group", (1, GROUP), weight.input_scale is not None)
 
     def kind(self, form: Format) -> str:
-        """What shares a scale."""
         return form.strategy
 
     def described(self, form: Format) -> dict[str, Any]:
@@ -167,13 +177,11 @@ class Nvfp4(Target):
         return bool(weights["type"] == "float" and weights["num_bits"] == 4)
 
     def leaves(self, static: bool) -> frozenset[str]:
-        """Of compressed-tensors."""
         spelling = SPELLINGS[Dialect.COMPRESSED_TENSORS]
         leaves = {spelling.codes, spelling.scale, spelling.global_scale}
         return frozenset(leaves | ({spelling.input_scale} if static else set()))
 
     def storage(self, key: str, weights: Mapping[str, Any], static: bool, shape_dtype: str) -> Storage | None:
-        """In groups of 16."""
         match weights:
             case {"strategy": "tensor_group", "group_size": 16}:
                 return stored(Dialect.COMPRESSED_TENSORS, activations=static)
@@ -182,7 +190,6 @@ class Nvfp4(Target):
     # --- made
 
     def made_label(self, group_size: int | None) -> str:
-        """`nvfp4`."""
         return self.name
 
     def made_format(self, group_size: int | None) -> Format:
@@ -217,11 +224,6 @@ class Nvfp4(Target):
     def rows(self, reader: Reader, weight: Weight, begin: int, end: int) -> ops.Floats:
         """Code times scale times multiplier, in float64."""
         return ops.nvfp4_to_float(*self.coded_rows(reader, weight, begin, end), self.multiplier(reader, weight))
-
-    def largest(self, reader: Reader, weight: Weight) -> float:
-        """The largest magnitude."""
-        pieces = (self.rows(reader, weight, begin, end) for begin, end in row_ranges(weight))
-        return max((float(np.abs(piece).max(initial=0)) for piece in pieces), default=0.0)
 
     def check_rows(self, reader: Reader, weight: Weight) -> str | None:
         """Groups that their codes say are not zero and their scales say are."""
@@ -305,7 +307,6 @@ class Nvfp4(Target):
         return linear.decode_nvfp4(packed.codes, packed.scale, packed.multiplier, dtype)
 
     def ready(self, packed: "Packed") -> "Weights | None":
-        """As it is."""
         from quantkit.ops import linear
 
         assert packed.scale is not None
@@ -313,7 +314,6 @@ class Nvfp4(Target):
         return linear.ready_nvfp4(packed.codes, packed.scale, packed.multiplier)
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
-        """By `ops.linear.nvfp4`."""
         from quantkit.ops import linear
 
         assert packed.scale is not None

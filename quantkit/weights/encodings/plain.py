@@ -12,7 +12,7 @@ from quantkit.choices import Dialect
 from quantkit.naming import TensorName
 from quantkit.weights.encodings.encoding import Encoding, Format, Storage, StoredFacts
 from quantkit.weights.rescale import Extent, Patch, Powers, floats_multiplied, runs
-from quantkit.weights.rows import PIECE_BYTES, Reader, row_ranges
+from quantkit.weights.rows import PIECE_BYTES, Reader
 from quantkit.weights.weight import Weight
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class Plain(Encoding):
     """weight [N, K] or of any other shape; an expert's may lie within a tensor of all experts of its layer."""
 
     name = "plain"
-    bits = 16
     dialects = frozenset(Dialect)
 
     def claims(self, name: TensorName, dtype: str) -> bool:
@@ -36,11 +35,9 @@ class Plain(Encoding):
     def read(
         self, name: TensorName, data: StoredTensor, tensors: Mapping[str, StoredTensor], facts: StoredFacts
     ) -> Weight:
-        """The tensor as it is."""
         return Weight(name, self, data.spec.shape, data)
 
     def label(self, weight: Weight) -> str:
-        """Its dtype."""
         return weight.data.spec.dtype.lower()
 
     def format(self, weight: Weight) -> Format | None:
@@ -48,19 +45,15 @@ class Plain(Encoding):
         return None
 
     def kind(self, form: Format) -> str:
-        """No format is of this encoding."""
         raise AssertionError(form)
 
     def described(self, form: Format) -> dict[str, Any]:
-        """No format is of this encoding."""
         raise AssertionError(form)
 
     def is_described(self, weights: Mapping[str, Any]) -> bool:
-        """No config group is."""
         return False
 
     def leaves(self, static: bool) -> frozenset[str]:
-        """One."""
         return frozenset({"weight"})
 
     def storage(self, key: str, weights: Mapping[str, Any], static: bool, shape_dtype: str) -> Storage | None:
@@ -80,11 +73,6 @@ class Plain(Encoding):
         width = weight.shape[1] * DTYPE_BYTES[dtype]
         data = reader.tensor_bytes(weight.data, begin * width, end * width)
         return ops.to_float32(data, dtype).reshape(end - begin, -1)
-
-    def largest(self, reader: Reader, weight: Weight) -> float:
-        """The largest magnitude."""
-        pieces = (self.rows(reader, weight, begin, end) for begin, end in row_ranges(weight))
-        return max((float(np.abs(piece).max(initial=0)) for piece in pieces), default=0.0)
 
     def extent(self, weight: Weight, powers: Powers, fused: bool) -> Extent:
         """The rows that change."""
@@ -121,17 +109,14 @@ class Plain(Encoding):
         return None
 
     def decode(self, packed: "Packed", dtype: "torch.dtype") -> "torch.Tensor":
-        """The numbers in `dtype`."""
         return packed.codes.to(dtype)
 
     def ready(self, packed: "Packed") -> "Weights | None":
-        """Of BF16."""
         from quantkit.ops import linear
 
         return linear.ready_plain(packed.codes)
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
-        """By `ops.linear.plain`."""
         from quantkit.ops import linear
 
         return linear.plain(x, packed.codes, ids)
