@@ -24,6 +24,7 @@ from quantkit.engines import is_linear
 from quantkit.families.attention import Attention
 from quantkit.naming import TensorName
 from quantkit.progress import Progress, silent
+from quantkit.tables import role_name
 from quantkit.weights.grouping import read_weights
 from quantkit.weights.weight import Weight
 
@@ -139,7 +140,7 @@ def weight_formats(labelled: Iterable[tuple[Weight, str]], num_hidden_layers: in
     found: dict[str, set[str]] = {}
     for weight, label in labelled:
         if is_linear(weight):
-            role = f"{weight.name.role} (MTP)" if weight.name.is_mtp(num_hidden_layers) else str(weight.name.role)
+            role = role_name(str(weight.name.role), weight.name.is_mtp(num_hidden_layers))
             found.setdefault(role, set()).add(label)
     return {role: " + ".join(sorted(labels)) for role, labels in sorted(found.items())}
 

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantkit.planning.deployment import Candidate, DeploymentManifest, Launch, Pool
-from quantkit.planning.report import CapacityReport
+from quantkit.planning.report import CapacityReport, gib
 from quantkit.planning.weighing import PHASES, rates
 from quantkit.records import Report
 from quantkit.tables import Line, Style, TextTable
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,6 @@ def _pool(pool: Pool) -> tuple[str, ...]:
     how = f"TP {pool.tp}" + ", EP" * pool.ep + ", DP attention" * pool.dp_attention
     formats = ", ".join(dict.fromkeys(pool.formats.values()))
     space = pool.kv_space_id[:12] if pool.kv_space_id else "not known yet"
-    size, rank = f"{pool.checkpoint_bytes / 1e9:,.2f}", f"{pool.rank_bytes / _GIB:,.2f}"
+    size, rank = f"{pool.checkpoint_bytes / 1e9:,.2f}", gib(pool.rank_bytes)
     cache = (pool.kv_layout, f"{pool.kv_tokens:,}", f"{pool.requests:,}", space)
     return pool.phase, pool.checkpoint, size, f"{pool.gpus} x {pool.gpu}, {how}", rank, *cache, formats

@@ -131,7 +131,7 @@ class CapacityReport(Report):
         """Whether it fits, and how many requests."""
         where = f"{self.gpus} x {self.gpu}, TP {self.tp}"
         if self.pool_bytes < 0:
-            return Line(f"does not fit on {where}: each rank lacks {_gib(-self.pool_bytes)} GiB", Style.BAD)
+            return Line(f"does not fit on {where}: each rank lacks {gib(-self.pool_bytes)} GiB", Style.BAD)
         chosen = next(kv for kv in self.kv if kv.chosen)
         requests = f"{chosen.requests:,} requests of {self.context:,} tokens with {chosen.layout} pages"
         return Line(f"fits on {where}: {requests}", Style.GOOD if chosen.requests else Style.WARNING)
@@ -196,7 +196,7 @@ def _memory(report: CapacityReport) -> TextTable:
     usable = int(report.memory_bytes * report.utilization)
     rows = (
         ("memory that the engine takes", *_sizes(usable), f"{report.utilization:.0%} of {report.gpu}"),
-        ("weights", *_sizes(report.rank_bytes), f"of which {_gib(report.rank_whole_bytes)} GiB are on every rank"),
+        ("weights", *_sizes(report.rank_bytes), f"of which {gib(report.rank_whole_bytes)} GiB are on every rank"),
         ("reserve", *_sizes(report.reserve_bytes), "activations, graphs, the engine"),
         ("left for the KV cache", *_sizes(report.pool_bytes), ""),
     )
@@ -272,10 +272,11 @@ def _published(report: PublishedFigures) -> TextTable:
 
 
 def _sizes(nbytes: int) -> tuple[str, str]:
-    return f"{nbytes / 1e9:,.2f}", _gib(nbytes)
+    return f"{nbytes / 1e9:,.2f}", gib(nbytes)
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """Bytes in GiB, for a table."""
     return f"{nbytes / _GIB:,.2f}"
 
 

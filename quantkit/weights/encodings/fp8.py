@@ -237,26 +237,27 @@ class Fp8(Encoding):
         """The product made in float32, as the engines do, and rounded to `dtype`."""
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        assert packed.block is not None
-        return linear.decode_fp8_block(packed.codes, packed.scale, packed.block, dtype)
+        return linear.decode_fp8_block(*_parts(packed), dtype)
 
     def ready(self, packed: "Packed") -> "Weights | None":
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        assert packed.block is not None
-        return linear.ready_fp8_block(packed.codes, packed.scale, packed.block)
+        return linear.ready_fp8_block(*_parts(packed))
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        assert packed.block is not None
-        return linear.fp8_block(x, packed.codes, packed.scale, packed.block, ids)
+        return linear.fp8_block(x, *_parts(packed), ids)
 
 
 FP8 = Fp8()
+
+
+def _parts(packed: "Packed") -> "tuple[torch.Tensor, torch.Tensor, tuple[int, int]]":
+    """What `ops.linear` takes of a weight."""
+    assert packed.scale is not None
+    assert packed.block is not None
+    return packed.codes, packed.scale, packed.block
 
 
 def has_groups(weight: Weight, group_size: int) -> bool:

@@ -231,23 +231,26 @@ class Int4(Target):
         """Exact in float32."""
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        return linear.decode_int4(packed.codes, packed.scale, dtype)
+        return linear.decode_int4(*_parts(packed), dtype)
 
     def ready(self, packed: "Packed") -> "Weights | None":
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        return linear.ready_int4(packed.codes, packed.scale)
+        return linear.ready_int4(*_parts(packed))
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        return linear.int4(x, packed.codes, packed.scale, ids)
+        return linear.int4(x, *_parts(packed), ids)
 
 
 INT4 = Int4()
+
+
+def _parts(packed: "Packed") -> "tuple[torch.Tensor, torch.Tensor]":
+    """What `ops.linear` takes of a weight."""
+    assert packed.scale is not None
+    return packed.codes, packed.scale
 
 
 def specs(

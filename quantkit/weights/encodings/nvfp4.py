@@ -302,26 +302,27 @@ class Nvfp4(Target):
         """The exact product, rounded to float32."""
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        assert packed.multiplier is not None
-        return linear.decode_nvfp4(packed.codes, packed.scale, packed.multiplier, dtype)
+        return linear.decode_nvfp4(*_parts(packed), dtype)
 
     def ready(self, packed: "Packed") -> "Weights | None":
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        assert packed.multiplier is not None
-        return linear.ready_nvfp4(packed.codes, packed.scale, packed.multiplier)
+        return linear.ready_nvfp4(*_parts(packed))
 
     def product(self, x: "torch.Tensor", packed: "Packed", ids: "torch.Tensor | None") -> "torch.Tensor":
         from quantkit.ops import linear
 
-        assert packed.scale is not None
-        assert packed.multiplier is not None
-        return linear.nvfp4(x, packed.codes, packed.scale, packed.multiplier, ids)
+        return linear.nvfp4(x, *_parts(packed), ids)
 
 
 NVFP4 = Nvfp4()
+
+
+def _parts(packed: "Packed") -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+    """What `ops.linear` takes of a weight."""
+    assert packed.scale is not None
+    assert packed.multiplier is not None
+    return packed.codes, packed.scale, packed.multiplier
 
 
 def specs(
